@@ -1,0 +1,109 @@
+"""Attention over a shared sequence, in four steps: exchange rows, kernel on tiles, merge by lse, dK and dV home.
+
+Every method, layout and mask runs through here; they differ in the schedule and in the exchange, which are data.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+import torch
+
+from ds_cp.attention.exchange import Exchange
+from ds_cp.attention.kernels import Kernel
+from ds_cp.attention.merge import merge
+from ds_cp.mask import Step, Tile
+
+MakeExchange = Callable[[str], Exchange]
+"""Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    make_exchange: MakeExchange,
+    kernel: Kernel,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of this rank's queries over the group's keys.
+
+    Args:
+        query: [B, H, L, d].
+        key: [B, h, L, d], h divides H.
+        value: [B, h, L, dv].
+        make_exchange: how rows travel; its schedule holds the tiles.
+        kernel: runs the tiles.
+        scale: factor on q k^T.
+
+    Returns:
+        [B, H, L, dv] in the query's dtype; rows that see no key are 0.
+    """
+    return _Attention.apply(query, key, value, make_exchange, kernel, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, make_exchange, kernel, scale):
+        batch, heads, length, _ = query.shape
+        precise = torch.promote_types(query.dtype, torch.float32)
+        # [B, L, H, dv] underneath, so that the model's transpose back is free
+        out = query.new_zeros((batch, length, heads, value.size(-1)), dtype=precise).transpose(1, 2)
+        lse = query.new_full((batch, heads, length), float("-inf"), dtype=precise)
+        for step, rows in make_exchange("forward").pieces(_as_rows(key, value)):
+            k, v = _as_heads(rows, key.size(-1))
+            for tile in _native(step, kernel):
+                q_index, k_index = _indices(tile)
+                part, part_lse = kernel.forward(query[q_index], k[k_index], v[k_index], tile, scale)
+                merge(out[q_index], lse[q_index[:3]], part, part_lse)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.make_exchange, ctx.kernel, ctx.scale = make_exchange, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, lse = ctx.saved_tensors
+        kernel, exchange = ctx.kernel, ctx.make_exchange("backward")
+        dq = torch.zeros_like(query, dtype=lse.dtype)
+        rows = _as_rows(key, value)
+        home = torch.zeros_like(rows, dtype=lse.dtype)
+        for step, rows in exchange.pieces(rows):
+            k, v = _as_heads(rows, key.size(-1))
+            grad_rows = torch.zeros_like(rows, dtype=lse.dtype)
+            dk, dv = _as_heads(grad_rows, key.size(-1))
+            for tile in _native(step, kernel):
+                q_index, k_index = _indices(tile)
+                parts = kernel.backward(
+                    grad_out[q_index], query[q_index], k[k_index], v[k_index], out[q_index], lse[q_index[:3]],
+                    tile, ctx.scale,
+                )  # fmt: skip
+                for total, index, part in zip((dq, dk, dv), (q_index, k_index, k_index), parts):
+                    total[index] += part
+            exchange.send_home(step, grad_rows, home)
+        exchange.finish(home)
+        dk, dv = _as_heads(home, key.size(-1))
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
+
+
+def _native(step: Step, kernel: Kernel) -> Sequence[Tile]:
+    return [piece for tile in step.tiles for piece in kernel.lower(tile)]
+
+
+def _as_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[B, h, L, d] and [B, h, L, dv] as one [L, B, h, d + dv]: any run of rows is contiguous and travels as it is."""
+    return torch.cat((key, value), dim=-1).permute(2, 0, 1, 3).contiguous()
+
+
+def _as_heads(rows: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The views [B, h, n, d] and [B, h, n, dv] of rows [n, B, h, d + dv]."""
+    heads = rows.permute(1, 2, 0, 3)
+    return heads[..., :key_dim], heads[..., key_dim:]
+
+
+def _indices(tile: Tile) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    batch = slice(tile.batch_start, tile.batch_stop)
+    return (
+        (batch, slice(None), slice(tile.q_start, tile.q_stop)),
+        (batch, slice(None), slice(tile.k_start, tile.k_stop)),
+    )

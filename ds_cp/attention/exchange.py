@@ -1,0 +1,87 @@
+"""How rows of K and V reach the rank that needs them, and how their gradients come home.
+
+One idea for every method: the schedule says, step by step, which rows travel between which two ranks. ``ring`` has the
+next step's rows under way while a step is computed; ``allgather`` has all of them under way at once and computes when
+they are there. Rows travel straight from their owner; gradients return in one hop.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, Protocol, Sequence
+
+import torch
+
+from ds_cp.layout import Run
+from ds_cp.mask import Step, count
+from ds_cp.mesh import Group, Pending
+
+
+class Exchange(Protocol):
+    """What the four steps need from a transport."""
+
+    def pieces(self, rows: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor]]:
+        """Yield (step, rows that arrived [n, B, h, D]) for each step with work; the local rows come first."""
+
+    def send_home(self, step: Step, grad_rows: torch.Tensor, home: torch.Tensor) -> None:
+        """Start the journey of a step's gradient [n, B, h, D]; add what arrives for this rank's rows to ``home``."""
+
+    def finish(self, home: torch.Tensor) -> None:
+        """Wait until every gradient is home."""
+
+
+class PeerExchange:
+    """Rows by point-to-point messages inside a group.
+
+    Args:
+        group: the ring axis.
+        steps: this rank's schedule.
+        ahead: how many steps' rows may be under way: 1 for the ring, all of them for all-gather.
+        word: "forward" or "backward", for counters and messages.
+    """
+
+    def __init__(self, group: Group, steps: Sequence[Step], ahead: int, word: str):
+        self.group, self.steps, self.ahead, self.word = group, steps, ahead, word
+        self._returning: tuple[Pending, torch.Tensor, tuple[Run, ...]] | None = None
+
+    def pieces(self, rows: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor]]:
+        under_way = [self._start(step, rows) for step in self.steps[1 : 1 + self.ahead]]
+        yield self.steps[0], rows
+        for t in range(1, len(self.steps)):
+            arriving, buffer = under_way.pop(0)
+            arriving.wait()
+            if t + self.ahead < len(self.steps):
+                under_way.append(self._start(self.steps[t + self.ahead], rows))
+            yield self.steps[t], buffer
+
+    def send_home(self, step: Step, grad_rows: torch.Tensor, home: torch.Tensor) -> None:
+        if step is self.steps[0]:
+            home += grad_rows
+            return
+        self.finish(home)
+        buffer = grad_rows.new_empty((count(step.target_rows), *home.shape[1:]))
+        sends = [(step.source, grad_rows)] if len(grad_rows) else []
+        receives = [(step.target, buffer)] if len(buffer) else []
+        pending = self.group.swap(sends, receives, f"{self.word} gradients from rank {step.target} of the ring")
+        self._returning = (pending, buffer, step.target_rows)
+
+    def finish(self, home: torch.Tensor) -> None:
+        if self._returning:
+            pending, buffer, target_rows = self._returning
+            pending.wait()
+            for (start, stop), part in zip(target_rows, buffer.split([b - a for a, b in target_rows])):
+                home[start:stop] += part
+            self._returning = None
+
+    def _start(self, step: Step, rows: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+        buffer = rows.new_empty((count(step.rows), *rows.shape[1:]))
+        sends = [(step.target, select(rows, step.target_rows))] if step.target_rows else []
+        receives = [(step.source, buffer)] if step.rows else []
+        pending = self.group.swap(sends, receives, f"{self.word} rows from rank {step.source} of the ring")
+        return pending, buffer
+
+
+def select(rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    """Some rows of dim 0, contiguous; a view when they are one run."""
+    if len(runs) == 1:
+        return rows[runs[0][0] : runs[0][1]]
+    return torch.cat([rows[start:stop] for start, stop in runs])

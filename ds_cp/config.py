@@ -1,0 +1,162 @@
+"""The JSON key ``context_parallel``: its schema and its errors, nothing else.
+
+The key lives inside the user's DeepSpeed config. :func:`read` checks it and :func:`normalise` writes the checked
+form back, without any ``"auto"``: other readers of the same dict (accelerate) refuse autos that they cannot fill.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+from typing import Any, Literal, Mapping, Union
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+KEY = "context_parallel"
+
+Auto = Literal["auto"]
+
+
+class ConfigError(ValueError):
+    """A wrong ``context_parallel`` key; raised before any process group is made."""
+
+
+class ContextParallelConfig(BaseModel):
+    """The value of the JSON key. Every default is the first value of the README's table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: Union[int, Auto] = Field("auto", description="ranks that share one sequence")
+    method: Literal["auto", "ulysses", "ring", "hybrid", "allgather"] = "auto"
+    ulysses_size: Union[int, Auto] = Field("auto", description="hybrid: ulysses x ring = size")
+    layout: Literal["auto", "zigzag", "contiguous"] = "auto"
+    kernel: Literal["auto", "torch", "reference"] = "auto"
+    checks: Literal["first_step", "every_step", "off"] = "first_step"
+    timeout: float = Field(600.0, gt=0, description="seconds a rank waits for its group before it fails")
+    unverified: Literal["refuse", "allow"] = "refuse"
+
+
+def read(value: Any) -> ContextParallelConfig:
+    """Check the value of the key.
+
+    Args:
+        value: what stands under ``"context_parallel"`` in the JSON.
+
+    Raises:
+        ConfigError: names the key, the value, what is allowed and the nearest spelling.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f'"{KEY}" is {json.dumps(value, default=repr)}, but it must be an object such as {{"size": 8}}. '
+            "Nothing was started."
+        )
+    strict_ints = [name for name in ("size", "ulysses_size") if not _is_auto_or_positive_int(value.get(name, "auto"))]
+    problems = [_bad_int(name, value[name]) for name in strict_ints]
+    try:
+        config = ContextParallelConfig(**{name: v for name, v in value.items() if name not in strict_ints})
+    except ValidationError as error:
+        problems += [_explain(detail) for detail in error.errors()]
+    if problems:
+        raise ConfigError("\n".join(problems) + "\nNothing was started.")
+    return config
+
+
+def load(ds_config: Any) -> Mapping[str, Any]:
+    """A DeepSpeed config given as dict, path, JSON or base64 text; empty when it is none of these."""
+    if isinstance(ds_config, Mapping):
+        return ds_config
+    if not isinstance(ds_config, (str, os.PathLike)):
+        return {}
+    text = os.fspath(ds_config)
+    if os.path.exists(text):
+        with open(text, encoding="utf-8") as file:
+            return _parse(file.read())
+    for decode in (str, lambda t: base64.urlsafe_b64decode(t).decode("utf-8")):
+        try:
+            parsed = _parse(decode(text))
+        except ValueError:
+            continue
+        if isinstance(parsed, Mapping):
+            return parsed
+    return {}
+
+
+def find(ds_config: Any) -> Any | None:
+    """The raw value of the key in a DeepSpeed config, in any of its forms; None when absent."""
+    return load(ds_config).get(KEY)
+
+
+def normalise(ds_config: dict[str, Any], world_size: int) -> ContextParallelConfig | None:
+    """Check the key inside ``ds_config`` and replace it, in place, by its explicit form.
+
+    Values that stay ``"auto"`` (they need the model) are left out: a missing value means auto here. A normalised
+    dict may be normalised again with the same result, so every reader on the way may call this.
+
+    Args:
+        ds_config: a whole DeepSpeed config.
+        world_size: ranks in the job; fills ``size: "auto"``.
+
+    Returns:
+        The checked config, or None when the key is absent.
+
+    Raises:
+        ConfigError: see :func:`read`, and when ``size`` does not divide the world.
+    """
+    if KEY not in ds_config:
+        return None
+    config = read(ds_config[KEY])
+    size = world_size if config.size == "auto" else config.size
+    if world_size % size:
+        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f'"{KEY}.size" is {size}, but the job has {world_size} ranks and {size} does not divide {world_size}: some '
+            f"ranks would train without a group. Legal sizes here: {legal}."
+            + (' Start more ranks: "deepspeed --num_gpus N" (CPU: --num_accelerators N).' if world_size == 1 else "")
+            + " Nothing was started."
+        )
+    if isinstance(config.ulysses_size, int) and size % config.ulysses_size:
+        legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(
+            f'"{KEY}.ulysses_size" is {config.ulysses_size}, but it must divide "{KEY}.size" ({size}), because '
+            f"ulysses x ring = size. Legal values here: {legal}. Nothing was started."
+        )
+    config = config.model_copy(update={"size": size})
+    ds_config[KEY] = {name: v for name, v in config.model_dump().items() if v != "auto"}
+    return config
+
+
+def _parse(text: str) -> Any:
+    """DeepSpeed reads its files with hjson (comments allowed); so do we, where it is installed."""
+    try:
+        import hjson
+    except ImportError:
+        return json.loads(text)
+    return hjson.loads(text)
+
+
+def _is_auto_or_positive_int(value: Any) -> bool:
+    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+
+def _bad_int(name: str, value: Any) -> str:
+    return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}; allowed: "auto" or a whole number from 1.'
+
+
+def _explain(detail: Mapping[str, Any]) -> str:
+    name = str(detail["loc"][0])
+    fields = ContextParallelConfig.model_fields
+    if detail["type"] == "extra_forbidden":
+        return f'"{KEY}.{name}" is not a key of ds_cp.{_nearest(name, fields)} Known keys: {", ".join(fields)}.'
+    value = detail["input"]
+    if detail["type"] == "literal_error":
+        allowed = fields[name].annotation.__args__
+        listed = ", ".join(f'"{choice}"' for choice in allowed)
+        return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}.{_nearest(str(value), allowed)} Allowed: {listed}.'
+    return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}: {detail["msg"].lower()}.'
+
+
+def _nearest(word: str, choices: Any) -> str:
+    close = difflib.get_close_matches(word, list(choices), n=1)
+    return f' Did you mean "{close[0]}"?' if close else ""

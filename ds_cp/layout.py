@@ -1,0 +1,114 @@
+"""Which token is where: the only file that knows how a sequence is cut.
+
+A sequence of ``S`` tokens is padded to ``S'`` and shared twice: by the *ring axis* (zigzag or contiguous), and each
+ring shard again by the *ulysses axis*, in contiguous pieces, so that the all-to-all over ulysses restores the ring
+shard's own order. A rank's tokens are a few *runs*, half-open ranges of global positions, in increasing order: the map
+from local index to global position is monotone, and masks rely on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import torch
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of ``seq_len`` tokens lives on ``ring x ulysses`` ranks.
+
+    Attributes:
+        seq_len: S, tokens of the user's sequence.
+        ring: ranks on the ring axis.
+        ulysses: ranks on the ulysses axis.
+        name: ``"zigzag"`` (ring rank r holds chunks r and 2R-1-r of 2R, equal causal work on every rank and at every
+            step) or ``"contiguous"``.
+    """
+
+    seq_len: int
+    ring: int
+    ulysses: int
+    name: str = "zigzag"
+
+    @cached_property
+    def chunks(self) -> int:
+        """Equal chunks that the padded sequence is cut into on the ring axis."""
+        return 2 * self.ring if self.name == "zigzag" and self.ring > 1 else self.ring
+
+    @cached_property
+    def padded_len(self) -> int:
+        """S', the least multiple of the chunks and of the ranks that holds the sequence (at least one token each)."""
+        unit = lcm(self.chunks, self.ring * self.ulysses)
+        return max(1, -(-self.seq_len // unit)) * unit
+
+    @cached_property
+    def local_len(self) -> int:
+        """L, tokens per rank."""
+        return self.padded_len // (self.ring * self.ulysses)
+
+    @cached_property
+    def ring_runs(self) -> tuple[tuple[Run, ...], ...]:
+        """For each ring rank the runs of global positions that its ring shard holds."""
+        chunk = self.padded_len // self.chunks
+
+        def run(i: int) -> Run:
+            return (i * chunk, (i + 1) * chunk)
+
+        if self.chunks == self.ring:
+            return tuple((run(r),) for r in range(self.ring))
+        pairs = (((r, self.chunks - 1 - r)) for r in range(self.ring))
+        return tuple(_merge_adjacent([run(first), run(second)]) for first, second in pairs)
+
+    def runs(self, cp_rank: int) -> tuple[Run, ...]:
+        """Runs of global positions that one rank holds; ``cp_rank = ring_rank * ulysses + ulysses_rank``."""
+        ring_rank, ulysses_rank = divmod(cp_rank, self.ulysses)
+        return _slice_runs(
+            self.ring_runs[ring_rank], ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len
+        )
+
+    def shard(self, full: torch.Tensor, dim: int, cp_rank: int, pad_value: float = 0) -> torch.Tensor:
+        """A rank's tokens: ``[..., S, ...] -> [..., L, ...]``; tokens past S are ``pad_value``.
+
+        Differentiable: the adjoint is a scatter into zeros.
+        """
+        dim = dim % full.dim()
+        if full.size(dim) != self.seq_len:
+            raise ValueError(f"expected {self.seq_len} tokens in dim {dim}, got shape {tuple(full.shape)}")
+        pieces = []
+        for start, stop in self.runs(cp_rank):
+            real = max(0, min(stop, self.seq_len) - start)
+            if real:
+                pieces.append(full.narrow(dim, start, real))
+            if real < stop - start:
+                shape = list(full.shape)
+                shape[dim] = stop - start - real
+                pieces.append(full.new_full(shape, pad_value))
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    @cached_property
+    def unshard_index(self) -> torch.Tensor:
+        """For each global position below S its index in the concatenation of all ranks' shards, [S], int64, CPU."""
+        position = torch.cat(
+            [torch.arange(*run) for rank in range(self.ring * self.ulysses) for run in self.runs(rank)]
+        )
+        return torch.argsort(position)[: self.seq_len]
+
+
+def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:
+    (a, b), (c, d) = runs
+    return ((a, d),) if b == c else ((a, b), (c, d))
+
+
+def _slice_runs(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
+    """The part of a sequence of runs between two local indices."""
+    out, offset = [], 0
+    for first, last in runs:
+        lo, hi = max(start, offset), min(stop, offset + last - first)
+        if lo < hi:
+            out.append((first + lo - offset, first + hi - offset))
+        offset += last - first
+    return tuple(out)

@@ -1,0 +1,49 @@
+"""The next-token loss of a shared sequence: one sum and one count over the group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ds_cp.collectives import all_reduce
+from ds_cp.region import Region
+
+
+def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The label of each token's successor, [..., S] -> [..., S]; the last token has none. Done before sharding: a
+    shard's last token is followed by another rank's first."""
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    region: Region,
+    num_items: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Cross entropy of local logits, equal on every rank of the group.
+
+    Args:
+        logits: [B, L, V], this rank's tokens.
+        targets: [B, S], already shifted, whole on every rank.
+        region: the forward that made the logits.
+        num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
+            0, not NaN.
+        ignore_index: the label that does not count.
+
+    Returns:
+        Scalar, fp32 or fp64.
+    """
+    local_targets = region.shard(targets.to(logits.device), dim=-1, pad_value=ignore_index)
+    total = F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
+        local_targets.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum",
+    )
+    if num_items is None:
+        num_items = (targets != ignore_index).sum().clamp(min=1)
+    if isinstance(num_items, torch.Tensor):
+        num_items = num_items.to(total.device)
+    return all_reduce(total, region.mesh.cp) / num_items

@@ -1,0 +1,214 @@
+"""Ranks as dp x ring x ulysses, their process groups, and the only place where messages leave a rank.
+
+``rank = (dp_rank * ring + ring_rank) * ulysses + ulysses_rank``: ulysses ranks are adjacent, so their all-to-all stays
+inside a node; the ranks of one *cp group* (ring x ulysses) are adjacent too. DeepSpeed is not told of any of this: it
+sees plain data parallelism over the whole world.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Iterator, Sequence
+
+import torch
+import torch.distributed
+from deepspeed import comm as dist
+
+
+class GroupError(RuntimeError):
+    """A rank of the group failed, left or did not answer in time."""
+
+
+@dataclass
+class Group:
+    """The ranks of one mesh axis.
+
+    Attributes:
+        ranks: global ranks, in the order of the axis.
+        rank: this rank's index among them.
+        handle: the process group; None for a group of one, which never communicates.
+        timeout: seconds after which a waiting rank fails.
+        sent: bytes that left this rank, by the first word of what was exchanged ("forward", "backward", ...).
+        calls: how many messages or collectives, by the same word.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    handle: object | None
+    timeout: float
+    sent: Counter = field(default_factory=Counter)
+    calls: Counter = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Turn a backend's failure into a sentence that names rank, group and exchange."""
+        start = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(
+                f"rank {self.ranks[self.rank]} lost its {self.name} group {list(self.ranks)} in '{what}', after "
+                f"{time.monotonic() - start:.1f} s (timeout {self.timeout:g} s). Another rank of the group has failed, "
+                "hangs, or runs a different program: look for the first error among these ranks. "
+                f'A slow first step needs a larger "context_parallel.timeout". Backend: {error}'
+            ) from error
+
+    def _count(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        word = what.split(" ", 1)[0]
+        self.calls[word] += 1
+        self.sent[word] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def swap(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], what: str
+    ) -> "Pending":
+        """Start point-to-point messages; both sides must list the same messages in the same order.
+
+        Args:
+            sends: (index in the group, contiguous tensor).
+            receives: (index in the group, contiguous buffer).
+            what: for the error message and the counters, e.g. ``"forward ring step 2"``.
+        """
+        ops = [dist.P2POp(dist.isend, tensor, self.ranks[peer], self.handle) for peer, tensor in sends]
+        ops += [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.handle) for peer, tensor in receives]
+        if not ops:
+            return Pending(self, [], what, ())
+        self._count(what, [tensor for _, tensor in sends])
+        with self._waiting(what):
+            return Pending(self, dist.batch_isend_irecv(ops), what, [tensor for _, tensor in sends])
+
+    def all_to_all(
+        self, tensor: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str
+    ) -> torch.Tensor:
+        """Send ``send_counts[i]`` rows of dim 0 to rank i, concatenate what arrives along dim 0."""
+        received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
+        own = tensor.narrow(0, sum(send_counts[: self.rank]), send_counts[self.rank])
+        self._count(what, [tensor])
+        self.sent[what.split(" ", 1)[0]] -= own.numel() * own.element_size()
+        with self._waiting(what):
+            dist.all_to_all_single(received, tensor.contiguous(), list(receive_counts), list(send_counts), self.handle)
+        return received
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """``[n, ...] -> [size, n, ...]``, equal shapes on every rank."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._count(what, [tensor] * (self.size - 1))
+        with self._waiting(what):
+            dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), self.handle)
+        return gathered
+
+    def reduce_scatter(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """``[size, n, ...] -> [n, ...]``: this rank's part of the sum over the group."""
+        part = torch.empty_like(tensor[0])
+        self._count(what, [tensor[1:]])
+        with self._waiting(what):
+            dist.reduce_scatter(part, [piece.contiguous() for piece in tensor.unbind(0)], group=self.handle)
+        return part
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over the group, out of place."""
+        total = tensor.clone()
+        self._count(what, [tensor])
+        with self._waiting(what):
+            dist.all_reduce(total, group=self.handle)
+        return total
+
+    def all_gather_object(self, value: object, what: str) -> list:
+        """A small Python object of every rank, for messages and records."""
+        values: list = [None] * self.size
+        with self._waiting(what):
+            torch.distributed.all_gather_object(values, value, group=self.handle)
+        return values
+
+
+class Pending:
+    """Messages under way; keeps what is sent alive until :meth:`wait`."""
+
+    def __init__(self, group: Group, works: list, what: str, held: Sequence[torch.Tensor]):
+        self._group, self._works, self._what, self._held = group, works, what, held
+
+    def wait(self) -> None:
+        """Block until all messages arrived (on CUDA: until the current stream may use them)."""
+        with self._group._waiting(self._what):
+            for work in self._works:
+                work.wait()
+        self._works, self._held = [], ()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place in ``world = dp x ring x ulysses`` and its groups.
+
+    Attributes:
+        cp: the ranks that share this rank's sequences (ring x ulysses).
+        ring, ulysses: its two axes.
+        control: the cp group again, on gloo and CPU, for records that must not touch the device.
+        dp_size, dp_rank: how many groups there are, and which one this is.
+    """
+
+    dp_size: int
+    dp_rank: int
+    cp: Group
+    ring: Group
+    ulysses: Group
+    control: Group
+
+    def traffic(self) -> dict[str, float]:
+        """Bytes that this rank sent for attention, per attention call so far, forward and backward."""
+        return {
+            f"{word}_bytes_per_layer": (self.ring.sent[word] + self.ulysses.sent[word]) / self.cp.calls[word]
+            for word in ("forward", "backward")
+            if self.cp.calls[word]
+        }
+
+
+_meshes: dict[tuple, Mesh] = {}
+
+
+def build(ring: int, ulysses: int, timeout: float) -> Mesh:
+    """Make (or find again) the groups of a mesh shape. Every rank of the world must call this in the same order.
+
+    Args:
+        ring, ulysses: sizes of the axes; their product divides the world.
+        timeout: seconds.
+    """
+    world, me = dist.get_world_size(), dist.get_rank()
+    key = (id(torch.distributed.group.WORLD), ring, ulysses, timeout)
+    if key in _meshes:
+        return _meshes[key]
+    size = ring * ulysses
+    grid = torch.arange(world).view(world // size, ring, ulysses)
+    mesh = Mesh(
+        dp_size=world // size,
+        dp_rank=me // size,
+        cp=_axis("context-parallel", grid.flatten(1).tolist(), me, timeout),
+        ring=_axis("ring", grid.transpose(1, 2).reshape(-1, ring).tolist(), me, timeout),
+        ulysses=_axis("ulysses", grid.reshape(-1, ulysses).tolist(), me, timeout),
+        control=_axis("context-parallel", grid.flatten(1).tolist(), me, timeout, backend="gloo"),
+    )
+    _meshes[key] = mesh
+    return mesh
+
+
+def _axis(name: str, lines: list[list[int]], me: int, timeout: float, backend: str | None = None) -> Group:
+    """One process group per line; deepspeed.comm's own new_group knows no timeout, so torch makes them."""
+    mine = next(line for line in lines if me in line)
+    handle = None
+    if len(mine) > 1:
+        for line in lines:
+            made = torch.distributed.new_group(line, timeout=timedelta(seconds=timeout), backend=backend)
+            handle = made if line is mine else handle
+    return Group(name, tuple(mine), mine.index(me), handle, timeout)
+
+
+def known() -> tuple[Mesh, ...]:
+    """Every mesh that this process has built."""
+    return tuple(_meshes.values())

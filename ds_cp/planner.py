@@ -1,0 +1,161 @@
+"""From the key, the model's facts and the world to a frozen plan: every "auto" is decided here, with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping
+
+from ds_cp.attention.ulysses import HeadSplit
+from ds_cp.config import KEY, ConfigError, ContextParallelConfig
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a plan depends on.
+
+    Attributes:
+        name: how messages call the model.
+        query_heads, key_heads: H and h of each attention layer, every distinct pair once.
+    """
+
+    name: str
+    heads: tuple[tuple[int, int], ...]
+
+    @property
+    def heads_text(self) -> str:
+        return " and ".join(f"{q} query and {k} key/value heads" for q, k in self.heads)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one model's sequences are shared. ``size = ring x ulysses``; ``reasons`` says why, per field."""
+
+    size: int
+    ring: int
+    ulysses: int
+    method: str
+    layout: str
+    kernel: str
+    checks: str
+    timeout: float
+    unverified: str
+    reasons: Mapping[str, str]
+
+    @property
+    def ahead(self) -> int:
+        """How many steps' rows may be under way at once on the ring axis."""
+        return max(1, self.ring - 1) if self.method == "allgather" else 1
+
+
+def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, device: str) -> Plan:
+    """Decide every "auto".
+
+    Args:
+        config: a checked key with an explicit ``size``.
+        facts: of the model.
+        node_size: ranks per node; ulysses stays inside a node, because its all-to-all is exposed.
+        device: ``"cpu"``, ``"cuda"``, ...
+
+    Raises:
+        ConfigError: a method that the model's heads do not allow, naming one that does.
+    """
+    size = config.size
+    assert isinstance(size, int), "normalise() fills the size"
+    method, ulysses, why = _method(config, facts, node_size)
+    ring = size // ulysses
+    reasons = {"method": why}
+    layout = config.layout
+    if layout == "auto":
+        layout = "zigzag" if ring > 1 else "contiguous"
+        reasons["layout"] = (
+            "equal causal work on every ring rank" if ring > 1 else "one ring shard holds the whole sequence in order"
+        )
+    else:
+        reasons["layout"] = "as configured"
+    kernel = "torch" if config.kernel == "auto" else config.kernel
+    reasons["kernel"] = (
+        "as configured"
+        if config.kernel != "auto"
+        else "the FlashAttention that torch ships" + (" for CPUs" if device == "cpu" else "; fp32 runs by formulas")
+    )
+    return Plan(
+        size=size,
+        ring=ring,
+        ulysses=ulysses,
+        method=method,
+        layout=layout,
+        kernel=kernel,
+        checks=config.checks,
+        timeout=config.timeout,
+        unverified=config.unverified,
+        reasons=reasons,
+    )
+
+
+def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) -> tuple[str, int, str]:
+    """(method, ulysses ranks, why)."""
+    size, asked = config.size, config.method
+    assert isinstance(size, int)
+    if config.ulysses_size != "auto" and asked not in ("auto", "hybrid"):
+        raise ConfigError(
+            f'"{KEY}.ulysses_size" is {config.ulysses_size}, but "{KEY}.method" is "{asked}", which would ignore it. '
+            'Use "hybrid", or leave ulysses_size out. Nothing was started.'
+        )
+    if asked in ("ring", "allgather"):
+        return asked, 1, "as configured"
+    fits = [u for u in range(1, size + 1) if size % u == 0 and _splits(facts, u)]
+    if asked == "ulysses":
+        if size not in fits:
+            raise ConfigError(_no_split(facts, size, fits))
+        return "ulysses", size, "as configured"
+    if config.ulysses_size != "auto":
+        ulysses = int(config.ulysses_size)
+        if ulysses not in fits:
+            raise ConfigError(_no_split(facts, ulysses, fits))
+        return "hybrid", ulysses, "as configured"
+    even = [u for u in fits if all(q % u == 0 for q, _ in facts.heads)]
+    near = [u for u in even if u <= node_size]
+    if asked == "hybrid":
+        inner = [u for u in near if 1 < u < size] or [u for u in fits if 1 < u < size]
+        if not inner:
+            raise ConfigError(
+                f'"{KEY}.method" is "hybrid", but no split of {size} ranks into ulysses x ring with both above 1 fits '
+                f'{facts.name} ({facts.heads_text}). Use "ring", or a size with such a factor. Nothing was started.'
+            )
+        return "hybrid", max(inner), "the largest ulysses that heads and node allow"
+    best = max(near)
+    if best == size:
+        return "ulysses", size, f"{facts.heads_text} split over {size} ranks of one node"
+    if best > 1:
+        return "hybrid", best, f"heads or node allow ulysses over {best} of {size} ranks; ring over the rest"
+    return "ring", 1, f"{facts.heads_text} do not split over the ranks of a node"
+
+
+def _splits(facts: ModelFacts, ranks: int) -> bool:
+    return all(HeadSplit.plan(q, k, ranks) is not None for q, k in facts.heads)
+
+
+def _no_split(facts: ModelFacts, asked: int, fits: list[int]) -> str:
+    return (
+        f'"{KEY}" asks for ulysses over {asked} ranks, but {facts.name} has {facts.heads_text}: some ranks would get no '
+        f'head of their own. Use "method": "ring", or "hybrid" with "ulysses_size" in {fits[1:] or "(none fits)"}. '
+        "Nothing was started."
+    )
+
+
+def exchanged_bytes(
+    method: str, ring: int, ulysses: int, local_len: int, heads: tuple[int, int], head_dim: int, item: int
+) -> float:
+    """Bytes that a rank sends per layer in the forward pass of bidirectional dense attention.
+
+    ``(U-1)/U e L d (2H + 2h')`` for the all-to-alls and ``(R-1) 2 L h'_U d e`` for ring or all-gather, with h' the
+    key/value heads after repetition and L tokens per rank (Jacobs et al. 2023; Liu et al. 2023). Causal zigzag needs
+    0.75 of the ring's part, causal contiguous half of it on average.
+    """
+    query_heads, key_heads = heads
+    split = HeadSplit.plan(query_heads, key_heads, ulysses)
+    assert split is not None
+    repeated = key_heads * split.repeat
+    across = (ulysses - 1) / ulysses * item * local_len * head_dim * (2 * query_heads + 2 * repeated)
+    around = (ring - 1) * 2 * (local_len * ulysses) * (repeated / ulysses) * head_dim * item
+    return across + around

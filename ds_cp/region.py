@@ -1,0 +1,244 @@
+"""The border of the shared part of a model, and the context of one step inside it.
+
+A region opens before the text decoder and closes behind it. Between, every tensor that is per token holds this rank's
+tokens only, and a :class:`Region` answers the questions that need the whole sequence: which keys a query sees, where a
+token stands, what the other ranks have. Attention gets it through the mask descriptor, so that a recomputed layer
+(gradient checkpointing) finds the region of *its* forward, whatever ran since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Sequence
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_cp.attention import kernels
+from ds_cp.attention.attend import attend
+from ds_cp.attention.exchange import PeerExchange
+from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
+from ds_cp.collectives import gather_sequence
+from ds_cp.layout import Layout
+from ds_cp.mask import Documents, Rule, Step, schedule
+from ds_cp.mesh import Group, Mesh
+from ds_cp.planner import Plan
+
+
+class BatchError(RuntimeError):
+    """A batch that cannot be shared exactly; raised on every rank of the group together."""
+
+
+@dataclass(eq=False)
+class Region:
+    """One forward's shared part.
+
+    Attributes:
+        plan, mesh: how the sequence is shared, and with whom.
+        layout: which token is where.
+        documents: which tokens belong together.
+        attended: ids of the attention modules that came through here.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    layout: Layout
+    documents: Documents
+    attended: set[int] = field(default_factory=set)
+    _schedules: dict[Rule, tuple[Step, ...]] = field(default_factory=dict)
+
+    def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
+        """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
+        return self.layout.shard(full, dim, self.mesh.cp.rank, pad_value)
+
+    def gather(self, local: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """All tokens, in order and without padding, on every rank; L becomes S."""
+        return gather_sequence(local, self.layout, self.mesh.cp, dim)
+
+    def schedule(self, rule: Rule) -> tuple[Step, ...]:
+        """Rows and tiles of a rule, computed once per batch."""
+        if rule not in self._schedules:
+            self._schedules[rule] = schedule(self.documents.segments(rule), self.layout, self.mesh.ring.rank)
+        return self._schedules[rule]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, scale: float
+    ) -> torch.Tensor:
+        """Attention of this rank's queries over the whole sequence.
+
+        Args:
+            query: [B, H, L, d].
+            key: [B, h, L, d].
+            value: [B, h, L, dv].
+            rule: the layer's mask inside a document.
+            scale: factor on q k^T.
+
+        Returns:
+            [B, H, L, dv].
+        """
+        ulysses = self.mesh.ulysses
+        split = head_split(query.size(1), key.size(1), ulysses.size)
+        if ulysses.size > 1:
+            query, key, value = split_heads(query, key, value, split, ulysses)
+        make_exchange = partial(self._exchange, self.schedule(rule))
+        kernel = kernels.get(self.plan.kernel, query.device.type, query.dtype)
+        out = attend(query, key, value, make_exchange, kernel, scale)
+        return join_heads(out, split, ulysses) if ulysses.size > 1 else out
+
+    def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:
+        self.mesh.cp.calls[word] += 1  # attention calls, for the traffic per layer
+        return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
+
+
+@lru_cache(maxsize=None)
+def head_split(query_heads: int, key_heads: int, ranks: int) -> HeadSplit:
+    """The heads of each ulysses rank; the planner has made sure that a split exists."""
+    split = HeadSplit.plan(query_heads, key_heads, ranks)
+    if split is None:
+        raise BatchError(
+            f"a layer with {query_heads} query and {key_heads} key/value heads does not split over {ranks} ulysses ranks, "
+            'although the model\'s config promised heads that do. Use "method": "ring".'
+        )
+    return split
+
+
+@dataclass(frozen=True)
+class MaskDescriptor:
+    """What a layer gets as its attention mask inside a region: the region and the layer's rule, not a tensor."""
+
+    region: Region
+    rule: Rule
+
+
+def agree(control: Group, error: str | None, shape: tuple[int, int], digest: int, forward: int) -> None:
+    """Compare a small record over the group, so that a bad batch on one rank fails all ranks with one message.
+
+    Args:
+        control: the cp group on gloo; the record lives on the CPU, no device waits for it.
+        error: what is wrong with this rank's batch, if anything.
+        shape: (B, S).
+        digest: of the batch's content; 0 where contents are not compared.
+        forward: counts the forwards of this model, for the message.
+
+    Raises:
+        BatchError: on every rank, if any rank has an error or the records differ.
+    """
+    record = torch.tensor([error is not None, *shape, digest], dtype=torch.int64)
+    records = control.all_gather(record, f"agreement on the batch of forward {forward}")
+    if records[:, 0].any():
+        errors = control.all_gather_object(error, "agreement on an error")
+        first = next(i for i, message in enumerate(errors) if message)
+        where = "" if control.size == 1 else f" (found on rank {control.ranks[first]}, raised on all of its group)"
+        raise BatchError(errors[first] + where)
+    if (records != records[0]).any():
+        listed = ", ".join(
+            f"rank {rank}: {b} x {s} tokens, digest {d & 0xFFFF:04x}"
+            for rank, (_, b, s, d) in zip(control.ranks, records.tolist())
+        )
+        raise BatchError(
+            f"the ranks of a context-parallel group got different batches in forward {forward} ({listed}). Each would have "
+            "contributed a piece of another sequence, and the model would have trained on the mixture. All ranks of a "
+            "group must read the same batch: shard the data by data-parallel rank, for example "
+            "DistributedSampler(dataset, num_replicas=ds_cp.dp_size(), rank=ds_cp.dp_rank()), and seed random collators "
+            "by data-parallel rank too."
+        )
+
+
+def digest_of(tensors: Sequence[torch.Tensor | None]) -> int:
+    """A 62-bit digest of the contents of integer tensors (ids, positions, masks, labels)."""
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_floating_point():
+            state.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes())
+    return int.from_bytes(state.digest(), "little") >> 2
+
+
+class ForkedRng:
+    """Random numbers inside a region: different per cp rank (each holds other tokens), reproducible, and outside
+    as if nothing had happened unless some were drawn; then the outside moves on by one draw, equally on every rank."""
+
+    def __init__(self, rank: int):
+        self._saved = _rng_state()
+        seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
+        seed.update(rank.to_bytes(4, "little"))
+        torch.manual_seed(int.from_bytes(seed.digest(), "little"))
+        self._inside = _rng_state()
+
+    def close(self) -> None:
+        drawn = any(not torch.equal(a, b) for a, b in zip(self._inside, _rng_state()))
+        torch.set_rng_state(self._saved[0])
+        if len(self._saved) > 1:
+            get_accelerator().set_rng_state(self._saved[1])
+        if drawn:
+            for device in {"cpu", get_accelerator().current_device_name()}:
+                torch.rand(1, device=device)
+
+
+def _rng_state() -> tuple[torch.Tensor, ...]:
+    accelerator = get_accelerator()
+    states = (torch.get_rng_state(),)
+    return states if accelerator.device_name() == "cpu" else states + (accelerator.get_rng_state().cpu(),)
+
+
+@dataclass(eq=False)
+class LocalExit:
+    """A known loss consumer's wish that hidden states stay local; it owns shifting and sharding of the labels.
+
+    Attributes:
+        labels: for the digest of the batch.
+        region: set by the decoder that obeyed; the loss then finds local logits.
+        consumed: set by the loss.
+    """
+
+    labels: torch.Tensor | None = None
+    region: Region | None = None
+    consumed: bool = False
+
+
+@dataclass(eq=False)
+class _Open:
+    owner: object
+    region: Region | None
+    rng: ForkedRng | None = None
+
+
+_open: list[_Open] = []
+_exits: list[LocalExit | None] = []
+
+
+def enter(owner: object, region: Region | None) -> None:
+    """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
+    _open.append(_Open(owner, region, ForkedRng(region.mesh.cp.rank) if region else None))
+
+
+def leave(owner: object) -> Region | None:
+    """Close what ``owner`` opened, if it did, and return its region."""
+    if not _open or _open[-1].owner is not owner:
+        return None
+    top = _open.pop()
+    if top.rng:
+        top.rng.close()
+    return top.region
+
+
+def current() -> Region | None:
+    """The region whose model part is running in this process, if any."""
+    return _open[-1].region if _open else None
+
+
+def push_exit(wish: LocalExit | None) -> None:
+    """A head starts; None says that it wants gathered hidden states."""
+    _exits.append(wish)
+
+
+def pop_exit() -> LocalExit | None:
+    """A head has ended."""
+    return _exits.pop() if _exits else None
+
+
+def current_exit() -> LocalExit | None:
+    """What the innermost running head wants."""
+    return _exits[-1] if _exits else None

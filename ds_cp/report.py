@@ -1,0 +1,32 @@
+"""The table that rank 0 prints at start."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_cp.mesh import Mesh
+from ds_cp.planner import ModelFacts, Plan
+
+
+def print_start(plan: Plan, mesh: Mesh, facts: ModelFacts, layers: int, console: Console | None = None) -> None:
+    """Say what was decided, and why, so that nobody has to guess."""
+    world = mesh.dp_size * plan.size
+    table = Table(title=f"ds_cp: {facts.name}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("world", f"{world} ranks = dp {mesh.dp_size} x ring {plan.ring} x ulysses {plan.ulysses}")
+    table.add_row("groups", _listed(mesh.dp_size, plan.size))
+    table.add_row("method", f"{plan.method} ({plan.reasons['method']})")
+    table.add_row("layout", f"{plan.layout} ({plan.reasons['layout']})")
+    table.add_row("kernel", f"{plan.kernel} ({plan.reasons['kernel']})")
+    table.add_row("layers", f"{layers} attention layers: exchange, tiles, merge; everything else is per token")
+    table.add_row("tokens per rank", f"the sequence / {plan.size}, padded inside to a multiple")
+    table.add_row("sequences per step", f"micro batch x accumulation x dp {mesh.dp_size}")
+    table.add_row("loss", "one sum and one count over a group; DeepSpeed means over the world")
+    (console or Console()).print(table)
+
+
+def _listed(groups: int, size: int) -> str:
+    shown = [f"{g * size}-{(g + 1) * size - 1}" for g in range(min(groups, 4))]
+    return "ranks " + ", ".join(shown) + (f", ... ({groups} groups)" if groups > 4 else "")

@@ -1,0 +1,78 @@
+"""accelerate: the key where its DeepSpeed config is read, and data loaders by data-parallel rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+from ds_cp import config as key
+from ds_cp import patches
+from ds_cp.patches.deepspeed import active, refuse_features, world_size
+
+
+def watch_config() -> None:
+    """Read the key in ``HfDeepSpeedConfig``, which Trainer, accelerate and ``zero.Init`` users build first of all."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(self, config_file_or_dict):
+            original(self, config_file_or_dict)
+            asked = active(self.config)
+            if asked is None:
+                if key.KEY in self.config and not patches.disabled():
+                    key.normalise(self.config, world_size())
+                return
+            refuse_features(self.config)
+            patches.install()
+            key.normalise(self.config, world_size())
+            if self.config.get("train_batch_size") == "auto":
+                # whoever fills it multiplies by the world; DeepSpeed itself derives it from the other two, by dp
+                del self.config["train_batch_size"]
+
+        return __init__
+
+    patches.replace(HfDeepSpeedConfig, "__init__", make, "reads the key before anything is built from the config")
+
+
+def install() -> None:
+    """Give all ranks of a group the same batches."""
+    try:
+        import accelerate.accelerator as module
+    except ImportError:
+        return
+    patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, "all ranks of a group read the same batches")
+
+
+def _by_data_parallel_rank(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
+        size = _cp_size_of_accelerator()
+        if size > 1:
+            from accelerate.state import PartialState
+
+            state = PartialState()
+            num_processes = (state.num_processes if num_processes is None else num_processes) // size
+            process_index = (state.process_index if process_index is None else process_index) // size
+            if kwargs.get("dispatch_batches") is None:
+                kwargs["dispatch_batches"] = False  # dispatching sends slices by world rank; here every rank reads
+            _seed_workers_by(dataloader, process_index)
+        return original(dataloader, device, num_processes, process_index, **kwargs)
+
+    return prepare_data_loader
+
+
+def _seed_workers_by(dataloader: Any, dp_rank: int) -> None:
+    """Random collators must agree inside a group: Trainer seeds loader workers by world rank."""
+    seed = dataloader.worker_init_fn
+    if isinstance(seed, functools.partial) and "rank" in seed.keywords:
+        dataloader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": dp_rank})
+
+
+def _cp_size_of_accelerator() -> int:
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    plugin = getattr(state, "deepspeed_plugin", None)
+    asked = active(plugin.deepspeed_config) if plugin is not None else None
+    return asked.size if asked else 1

@@ -1,0 +1,171 @@
+"""DeepSpeed: the key in its config, batch arithmetic by data-parallel rank, and the model before the engine wraps it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Callable, Mapping
+
+import torch.distributed
+
+from ds_cp import config as key
+from ds_cp import patches
+
+
+def world_size() -> int:
+    """Ranks of the job, also before the process group exists."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def active(ds_config: Any) -> key.ContextParallelConfig | None:
+    """The checked key of a DeepSpeed config, if it asks for more than one rank per sequence.
+
+    Raises:
+        ConfigError: a wrong key, a size that does not divide the world, or a DeepSpeed feature that would train wrong.
+    """
+    value = key.find(ds_config)
+    if value is None or patches.disabled():
+        return None
+    checked = key.normalise({key.KEY: value}, world_size())
+    if checked is None or checked.size == 1:
+        return None
+    return checked
+
+
+class DataParallelView:
+    """The two answers of an mpu that batch arithmetic and samplers ask for. Never given to an engine: DeepSpeed's
+    stages would disagree about the gradient's divisor."""
+
+    def __init__(self, cp_size: int):
+        self._cp_size = cp_size
+
+    def get_data_parallel_world_size(self) -> int:
+        return world_size() // self._cp_size
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank() // self._cp_size
+
+
+def watch_config() -> None:
+    """Read the key wherever DeepSpeed reads a config: ``initialize`` and ``zero.Init``."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(self, config, mpu=None, mesh_device=None):
+            asked = active(config)
+            if asked is None:
+                return original(self, config, mpu, mesh_device=mesh_device)
+            if mpu is not None or mesh_device is not None:
+                raise key.ConfigError(
+                    'both "context_parallel" and an mpu or mesh were given to DeepSpeed: its ZeRO stages would divide the '
+                    "gradients differently. Leave the mpu and mesh_param out. Nothing was started."
+                )
+            refuse_features(config if isinstance(config, Mapping) else key.load(config))
+            patches.install()
+            if not torch.distributed.is_initialized():
+                import deepspeed
+
+                deepspeed.init_distributed()
+            return original(self, config, DataParallelView(asked.size))
+
+        return __init__
+
+    patches.replace(DeepSpeedConfig, "__init__", make, "reads the key; batch arithmetic by data-parallel rank")
+
+
+def install() -> None:
+    """Attach the model before the engine wraps it; samplers of ``training_data`` by data-parallel rank."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def make_init(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(self, args, model, *rest, **kwargs):
+            ds_config = kwargs.get("config")
+            asked = active(ds_config)
+            if asked is not None:
+                if any(base.__name__ == "PipelineEngine" for base in type(self).__mro__):
+                    raise key.ConfigError(_sentence("PipelineModule", "its stages cut the model where a region is open"))
+                from ds_cp.patches.transformers.border import attach
+
+                attach(model, asked)
+                self._ds_cp_size = asked.size
+            return original(self, args, model, *rest, **kwargs)
+
+        return __init__
+
+    def make_io(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def deepspeed_io(self, *args, **kwargs):
+            size = getattr(self, "_ds_cp_size", 1)
+            if size == 1:
+                return original(self, *args, **kwargs)
+            engine_mpu, self.mpu = self.mpu, DataParallelView(size)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                self.mpu = engine_mpu
+
+        return deepspeed_io
+
+    patches.replace(DeepSpeedEngine, "__init__", make_init, "attaches the model to the groups of its config")
+    patches.replace(DeepSpeedEngine, "deepspeed_io", make_io, "samples by data-parallel rank")
+
+
+def _at(*path: str) -> Callable[[Mapping], Any]:
+    def look(ds_config: Mapping) -> Any:
+        node: Any = ds_config
+        for name in path:
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node
+
+    return look
+
+
+FEATURES: tuple[tuple[str, Callable[[Mapping], Any], str], ...] = (
+    ("tensor_parallel.autotp_size", lambda c: (_at("tensor_parallel", "autotp_size")(c) or 0) > 1,
+     "AutoTP splits the heads that ds_cp plans with, and installs an mpu"),
+    ("expert_parallel", lambda c: _at("expert_parallel", "enabled")(c),
+     "AutoEP reduces expert gradients over groups that do not know of the shared sequence"),
+    ("compile.deepcompile", _at("compile", "deepcompile"),
+     "DeepCompile rewrites the graph around collectives it does not know"),
+    ("hybrid_engine", _at("hybrid_engine", "enabled"), "its inference containers replace the attention layers"),
+    ("zero_optimization.mics_shard_size", lambda c: (_at("zero_optimization", "mics_shard_size")(c) or 0) > 0,
+     "MiCS averages gradients over its own groups only"),
+    ("zero_optimization.zero_quantized_weights", _at("zero_optimization", "zero_quantized_weights"),
+     "quantised weights make no rank's forward exact"),
+    ("zero_optimization.zero_quantized_gradients", _at("zero_optimization", "zero_quantized_gradients"),
+     "the quantised reduction is not the mean that the gradients rely on"),
+    ("optimizer.type", lambda c: str(_at("optimizer", "type")(c)).lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
+     "1-bit optimizers keep gradients local, and local gradients here are shares of a sum"),
+    ("curriculum_learning", _at("curriculum_learning", "enabled"), "it cuts the sequence after the groups planned it"),
+    ("data_efficiency", _at("data_efficiency", "enabled"), "its sampler goes by world rank"),
+    ("elasticity", _at("elasticity", "enabled"), "it picks batch sizes for a world of data-parallel ranks"),
+    ("sequence_parallel_size", lambda c: (_at("sequence_parallel_size")(c) or 1) > 1,
+     "DeepSpeed's own sequence parallelism would cut the sequence a second time"),
+    ("gradient_allreduce_op", lambda c: _at("gradient_allreduce_op")(c) == "sum",
+     "the gradients of a group are exact only under the mean over the world"),
+    ("zero_optimization.zenflow", _at("zero_optimization", "zenflow"), "it updates from gradients of single ranks"),
+    ("amp", _at("amp", "enabled"), "apex amp replaces functions inside the shared part"),
+)  # fmt: skip
+"""What is refused: (name in the JSON, is it on, what would go wrong). Everything else in the tests' table works."""
+
+
+def refuse_features(ds_config: Mapping) -> None:
+    """Raise for DeepSpeed features that would train wrong together with the key.
+
+    Raises:
+        ConfigError: names the feature and what would have gone wrong.
+    """
+    for name, is_on, reason in FEATURES:
+        if is_on(ds_config):
+            raise key.ConfigError(_sentence(name, reason))
+
+
+def _sentence(name: str, reason: str) -> str:
+    return (
+        f'"{name}" together with "context_parallel" is refused: {reason}, so the run would train wrong without saying so. '
+        "Take one of the two out. Nothing was started."
+    )

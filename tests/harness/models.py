@@ -1,0 +1,97 @@
+"""Tiny random models by type name. A new model type is one new line in TYPES."""
+
+import copy
+import inspect
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+# How each type spells the sizes of ModelSpec, and what else it needs to be small, deterministic and plainly causal.
+COMMON = dict(
+    hidden_size="{hidden}", intermediate_size="{mlp}", num_hidden_layers="{layers}", num_attention_heads="{heads}",
+    num_key_value_heads="{kv_heads}", vocab_size="{vocab}", max_position_embeddings=256, attention_dropout=0.0,
+    initializer_range=0.15, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+TYPES = {
+    "llama": COMMON | dict(head_dim=8),
+    "qwen2": COMMON | dict(use_sliding_window=False),
+    "qwen3": COMMON | dict(head_dim=8, use_sliding_window=False),
+    "mistral": COMMON | dict(head_dim=8, sliding_window=None),
+    "olmo2": COMMON,
+    "gpt2": dict(
+        n_embd="{hidden}", n_inner="{mlp}", n_layer="{layers}", n_head="{heads}", vocab_size="{vocab}", n_positions=256,
+        initializer_range=0.15, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    ),
+}  # fmt: skip
+TYPES_WITHOUT_KV_HEADS = {"gpt2"}
+
+HEAD_DIM = 8
+VOCAB = 128
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What to build. Hashable, so that a result of the oracle can be kept per spec."""
+
+    type: str = "llama"
+    heads: int = 8
+    kv_heads: int = 2
+    layers: int = 2
+    seed: int = 0
+    overrides: tuple = field(default=())  # pairs (config key, value)
+
+
+def build(spec, dtype=torch.float32, attention=None):
+    """The same weights for the same spec, whatever the dtype (bf16 weights are exact in fp64 only through `rounded`)."""
+    names = dict(hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads)
+    names["vocab"] = VOCAB
+    sizes = {key: names[value[1:-1]] if isinstance(value, str) else value for key, value in TYPES[spec.type].items()}
+    config = CONFIG_MAPPING[spec.type](**sizes | dict(spec.overrides))
+    torch.manual_seed(spec.seed)
+    extra = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
+    _make_every_parameter_matter(model)
+    return model.to(dtype)
+
+
+def rounded(model, dtype):
+    """A copy in fp64 whose weights are those of the model rounded to `dtype`: the truth for a run in that dtype."""
+    return copy.deepcopy(model).to(dtype).double()
+
+
+def _make_every_parameter_matter(model):
+    """Norm weights of one and biases of zero would hide faults, so they become random too."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+class TransformersInDouble(TorchFunctionMode):
+    """Inside, transformers computes in fp64 what it would force to fp32: norms, softmax, rotary angles, its loss.
+
+    Only calls written in transformers' own files change. Any other code must keep fp64 by itself.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in _CASTING and _called_from_transformers():
+            if function is torch.Tensor.float:
+                return args[0].double()
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+_CASTING = {torch.Tensor.float, torch.Tensor.to, torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
+
+
+def _called_from_transformers():
+    frame = sys._getframe(2)
+    while frame is not None and inspect.getmodulename(frame.f_code.co_filename) in ("functional", "overrides"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("transformers.")

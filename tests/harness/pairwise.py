@@ -1,0 +1,62 @@
+"""A small list of cases in which every pair of values that can occur together does. Deterministic."""
+
+from itertools import combinations
+from random import Random
+
+
+def covering(factors, constraints=()):
+    """`factors`: {name: values}. `constraints`: (names, predicate over their values). The list of cases as dicts."""
+    uncovered = possible_pairs(factors, constraints)
+    cases = []
+    while uncovered:
+        seed = dict(next(iter(uncovered)))
+        case = _complete(seed, factors, constraints, uncovered)
+        uncovered = {pair: None for pair in uncovered if not _contains(case, pair)}
+        cases.append({name: case[name] for name in factors})
+    return cases
+
+
+def possible_pairs(factors, constraints=()):
+    """Every pair of values of two factors that some case can hold, as {((name, value), (name, value)): None} in order."""
+    pairs = {}
+    for one, other in combinations(factors, 2):
+        for a in factors[one]:
+            for b in factors[other]:
+                if _complete({one: a, other: b}, factors, constraints, {}):
+                    pairs[(one, a), (other, b)] = None
+    return pairs
+
+
+def _complete(case, factors, constraints, uncovered):
+    """The case with all factors set, preferring values that cover new pairs, or None where no value is legal."""
+    if not _legal(case, constraints):
+        return None
+    missing = [name for name in factors if name not in case]
+    if not missing:
+        return case
+    name = missing[0]
+    gains = {value: _gain(case, name, value, uncovered) for value in factors[name]}
+    # Where values gain the same, draw, always in the same way, instead of repeating the first one.
+    drawn = Random(f"{name} {len(uncovered)}").sample(factors[name], len(factors[name]))
+    for value in sorted(drawn, key=gains.get, reverse=True):
+        found = _complete(case | {name: value}, factors, constraints, uncovered)
+        if found:
+            return found
+    return None
+
+
+def _gain(case, name, value, uncovered):
+    new = (name, value)
+    return sum((old, new) in uncovered or (new, old) in uncovered for old in case.items())
+
+
+def _legal(case, constraints):
+    return all(
+        predicate(*(case[name] for name in names))
+        for names, predicate in constraints
+        if all(name in case for name in names)
+    )
+
+
+def _contains(case, pair):
+    return all(case[name] == value for name, value in pair)

@@ -1,0 +1,246 @@
+"""Gloo ranks for tests: fork, run one function on every rank, collect, and never hang.
+
+Each call forks fresh ranks from the warm pytest process (torch, transformers and deepspeed are imported once, there).
+That costs 0.1 s more than ranks kept for the session, and buys: a crash, a hang or a broken process group ends with its
+own case; no state (patches, groups, caches, seeds) leaks from case to case; functions, closures and arguments need no
+pickling, for a fork has them already. Only results are pickled, on their way back.
+"""
+
+import faulthandler
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+
+WATCHDOG_SECONDS = 60  # a call that takes longer is a hang
+GRACE_SECONDS = 3  # after the first failure, for the others to fail as well
+
+
+@dataclass
+class Report:
+    """What one rank sent back, or what became of it."""
+
+    rank: int
+    outcome: str  # "returned", "raised", "died" or "hung"
+    value: object = None
+    message: str = ""
+    details: str = ""
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or hung; `.reports` holds every rank's report."""
+
+    def __init__(self, reports):
+        self.reports = reports
+        ranks_by_fault = {}
+        for report in reports:
+            if report.outcome != "returned":
+                ranks_by_fault.setdefault((report.message, report.details), []).append(report.rank)
+        faults = ranks_by_fault.items()
+        super().__init__("\n".join(f"rank {ranks}: {message}\n{details}" for (message, details), ranks in faults))
+
+
+def workers(world, timeout=WATCHDOG_SECONDS):
+    return Workers(world, timeout)
+
+
+@dataclass(frozen=True)
+class Workers:
+    world: int
+    timeout: float = WATCHDOG_SECONDS
+
+    def run(self, function, *args, **kwargs):
+        """`function(*args, **kwargs)` on every rank; the list of results by rank, or RanksFailed."""
+        reports = self._reports(function, args, kwargs, patient=False)
+        if any(report.outcome != "returned" for report in reports):
+            raise RanksFailed(reports)
+        return [report.value for report in reports]
+
+    def run_expecting_error(self, function, match, *args, dying=(), **kwargs):
+        """Every rank must raise by itself, with a message that `match` (a regex) finds; the list of messages by rank.
+
+        Ranks that raised stay alive until all have: nobody is saved from a hang by a neighbour's closed socket.
+        Ranks in `dying` must end without a report instead (the function kills them).
+        """
+        reports = self._reports(function, args, kwargs, patient=True)
+        unexpected = [r for r in reports if r.outcome != ("died" if r.rank in dying else "raised")]
+        if unexpected:
+            outcomes = {report.rank: report.outcome for report in reports}
+            raise AssertionError(f"every rank should have raised {match!r}, but: {outcomes}\n{RanksFailed(reports)}")
+        wrong = [report for report in reports if report.outcome == "raised" and not re.search(match, report.message)]
+        if wrong:
+            raise AssertionError(f"no match for {match!r}\n{RanksFailed(wrong)}")
+        return [report.message for report in reports]
+
+    def _reports(self, function, args, kwargs, patient):
+        _import_everything_once()
+        with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+            ranks = []
+            try:
+                for rank in range(self.world):
+                    ranks.append(_fork(rank, self.world, Path(folder), lambda: function(*args, **kwargs)))
+                return _collect(ranks, self.timeout, patient)
+            finally:
+                for rank in ranks:
+                    rank.end()
+
+
+class _Rank:
+    """The parent's handle of one forked rank."""
+
+    def __init__(self, rank, pid, connection, stack_file):
+        self.rank, self.pid, self.connection, self.stack_file = rank, pid, connection, stack_file
+        self.exit_status = None
+
+    def receive(self):
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self.wait_for_exit(5)
+            return Report(self.rank, "died", message=f"died without a report, {self._how_it_ended()}", details=self.stack())
+
+    def stack(self):
+        text = self.stack_file.read_text() if self.stack_file.exists() else ""
+        return text.partition("_be_a_rank")[0].rpartition("\n")[0]  # what is below is pytest
+
+    def dump_stack(self):
+        if self.exit_status is None:
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def release(self):
+        try:
+            self.connection.send_bytes(b"go")
+        except OSError:
+            pass  # it is gone already
+
+    def wait_for_exit(self, seconds):
+        deadline = time.monotonic() + seconds
+        while self.exit_status is None and time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.exit_status = status
+            else:
+                time.sleep(0.005)
+        return self.exit_status is not None
+
+    def end(self):
+        if self.exit_status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait_for_exit(10)
+        self.connection.close()
+
+    def _how_it_ended(self):
+        if self.exit_status is None:
+            return "its connection closed"
+        code = os.waitstatus_to_exitcode(self.exit_status)
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _collect(ranks, timeout, patient):
+    """Wait for one report per rank; ranks that do not report in time are asked for their stack instead."""
+    reports = {}
+    deadline = time.monotonic() + timeout
+    while len(reports) < len(ranks):
+        waiting = {rank.connection: rank for rank in ranks if rank.rank not in reports}
+        ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            _report_stacks(waiting.values(), reports, timeout)
+            break
+        for connection in ready:
+            report = waiting[connection].receive()
+            reports[report.rank] = report
+            if report.outcome != "returned" and not patient:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if all(report.outcome == "returned" for report in reports.values()):
+        for rank in ranks:
+            rank.release()
+        for rank in ranks:
+            if not rank.wait_for_exit(10):
+                rank.dump_stack()
+                time.sleep(0.3)
+                message = "returned a result, then did not exit"
+                reports[rank.rank] = Report(rank.rank, "hung", message=message, details=rank.stack())
+    return [reports[rank.rank] for rank in ranks]
+
+
+def _report_stacks(silent, reports, timeout):
+    for rank in silent:
+        rank.dump_stack()
+    time.sleep(0.3)
+    failed_first = any(report.outcome != "returned" for report in reports.values())
+    reason = "was still waiting after another rank failed" if failed_first else f"hung for {timeout:g} s"
+    for rank in silent:
+        reports[rank.rank] = Report(rank.rank, "hung", message=reason, details=rank.stack())
+
+
+def _fork(rank, world, folder, function):
+    ours, theirs = Pipe()
+    stack_file = folder / f"stack_{rank}"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            _be_a_rank(rank, world, folder, stack_file, theirs, function)
+        finally:
+            os._exit(70)  # never back into pytest
+    theirs.close()
+    return _Rank(rank, pid, ours, stack_file)
+
+
+def _be_a_rank(rank, world, folder, stack_file, connection, function):
+    with open(stack_file, "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        faulthandler.dump_traceback_later(10 * WATCHDOG_SECONDS, exit=True)  # should the parent die
+        try:
+            _join_the_world(rank, world, folder)
+            report = pickle.dumps(Report(rank, "returned", function()))
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+            report = pickle.dumps(Report(rank, "raised", message=message, details=traceback.format_exc()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(report)
+        connection.recv_bytes()  # all ranks are done
+        _leave_the_world()
+        os._exit(0)
+
+
+def _join_the_world(rank, world, folder):
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # there is no port: ranks meet in a file
+    deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
+
+
+def _leave_the_world():
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _import_everything_once():
+    if "harness.warm" in sys.modules:
+        return
+    import deepspeed
+    import deepspeed.ops
+    import torch
+    import transformers.modeling_utils  # noqa: F401  what every model imports
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a C++ build that no test needs
+    sys.modules["harness.warm"] = sys.modules[__name__]

@@ -1,0 +1,267 @@
+"""Probes: what a changed token moves, what labels and counts mean, and that odd uses stay exact."""
+
+import os
+import signal
+
+import pytest
+import torch
+from harness import batches, models, oracle, subject
+from harness.batches import BatchSpec
+from harness.cases import config_of
+from harness.models import ModelSpec
+from harness.oracle import truth
+from torch.nn.functional import cross_entropy, logsigmoid
+
+LLAMA = ModelSpec("llama")
+WAYS = [
+    ("ring", 2, "zigzag"),
+    ("ring", 3, "contiguous"),
+    ("ulysses", 2, "contiguous"),
+    ("hybrid", 4, "zigzag"),
+    ("allgather", 4, "zigzag"),
+]
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
+
+
+# ---- causality: exactly the later tokens of the same document move ----------------------------------------------
+
+
+def logits_with_changed_tokens(config, spec, changes):
+    model = subject.changed_model(LLAMA, config).eval()
+    batch = batches.make(spec)
+    inputs = subject.inputs_without_labels(batch)
+    with torch.no_grad():
+        before = model(**inputs).logits
+        moved = []
+        for row, token in changes:
+            ids = inputs["input_ids"].clone()
+            ids[row, token] = (ids[row, token] + 1) % models.VOCAB
+            after = model(**inputs | {"input_ids": ids}).logits
+            moved.append((after != before).any(-1))
+    return moved
+
+
+def tokens_that_may_move(batch, row, token):
+    """The document's tokens from the changed one on; none when padding was changed."""
+    expected = torch.zeros_like(batch.targets, dtype=torch.bool)
+    for document in batch.documents:
+        if document.row == row and document.start <= token < document.stop:
+            expected[row, token : document.stop] = True
+    return expected
+
+
+def tokens_of_documents(batch):
+    inside = torch.zeros_like(batch.targets, dtype=torch.bool)
+    for document in batch.documents:
+        inside[document.row, document.start : document.stop] = True
+    return inside
+
+
+@every_way
+@pytest.mark.parametrize("kind", ["dense", "packed", "packed_with_ones_mask", "packed_by_seq_idx", "right_pad", "left_pad"])
+def test_a_changed_token_moves_the_rest_of_its_document_and_nothing_else(workers, way, kind):
+    spec = BatchSpec(kind, 3, 53)
+    batch = batches.make(spec)
+    changes = [(0, t) for t in (0, 1, 10, 11, 13, 14, 17, 26, 27, 32, 33, 40, 52)] + [(2, 5), (2, 51)]
+    for moved_on_rank in workers(way[1]).run(logits_with_changed_tokens, config_of(*way), spec, changes):
+        for (row, token), moved in zip(changes, moved_on_rank, strict=True):
+            wrong = (moved != tokens_that_may_move(batch, row, token)) & tokens_of_documents(batch)
+            assert not wrong.any(), f"token {token} of row {row} changed; wrong at {wrong.nonzero().tolist()}"
+
+
+# ---- logits: every token, shard borders included ----------------------------------------------------------------
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_evaluation_returns_the_logits_of_the_whole_batch_on_every_rank(workers, way, dtype):
+    specs = [BatchSpec("dense", 3, 37), BatchSpec("packed", 1, 53), BatchSpec("left_pad", 3, 64), BatchSpec("dense", 1, 1)]
+    want = truth(LLAMA, *specs).logits
+    config = config_of(*way, kernel="reference" if dtype == torch.float64 else "torch")
+    for logits_on_rank in workers(way[1]).run(subject.full_logits, LLAMA, config, *specs, dtype=dtype):
+        for got, logits in zip(logits_on_rank, want, strict=True):
+            oracle.assert_close_logits(got, logits, oracle.TOLERANCE[dtype])
+
+
+def preference_loss(logits, batch):
+    """A loss that the model does not know: one scalar out of the log-probabilities of whole rows."""
+    valid = batch.targets != batches.IGNORE
+    targets = batch.targets.clamp(min=0)
+    tokens = -cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    rows = torch.where(valid, tokens, 0).sum(1)
+    return -logsigmoid((rows[0] - rows[1]) / 50) - logsigmoid((rows[0] - rows[2]) / 50)
+
+
+def preference_gradients(config, spec):
+    model = subject.changed_model(LLAMA, config).train()
+    batch = batches.make(spec)
+    loss = preference_loss(model(**subject.inputs_without_labels(batch)).logits, batch)
+    loss.backward()
+    return loss.item(), oracle.gradients_of(model)
+
+
+@every_way
+def test_a_loss_that_the_user_computes_from_the_logits_is_exact(workers, way):
+    spec = BatchSpec("right_pad", 3, 53)
+    batch, model = batches.make(spec), models.build(LLAMA, attention="eager").double()
+    with models.TransformersInDouble():
+        loss = preference_loss(oracle.logits_of_documents_alone(model, batch).nan_to_num(0), batch)
+    loss.backward()
+    want = oracle.Truth(loss.item(), oracle.gradients_of(model), [])
+    subject.check(workers(way[1]).run(preference_gradients, config_of(*way), spec), want)
+
+
+# ---- what labels and counts mean --------------------------------------------------------------------------------
+
+OBEYED = [
+    ("shift_labels",),
+    ("num_items_in_batch",),
+    ("num_items_in_batch as a tensor",),
+    ("shift_labels", "num_items_in_batch"),
+]
+
+
+@every_way
+@pytest.mark.parametrize("extras", OBEYED, ids=" and ".join)
+def test_what_the_user_says_about_labels_and_counts_is_obeyed(workers, way, extras):
+    spec, plain = BatchSpec("packed", 3, 37, extras=extras), BatchSpec("packed", 3, 37)
+    assert abs(truth(LLAMA, spec).loss / truth(LLAMA, plain).loss - 1) > 1e-4  # ignoring it would show
+    subject.check(workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]), truth(LLAMA, spec))
+
+
+@every_way
+@pytest.mark.parametrize("extras", [(), ("num_items_in_batch",), ("shift_labels",)], ids=str)
+def test_a_batch_without_a_valid_label_gives_zero_loss_and_zero_gradients(workers, way, extras):
+    spec = BatchSpec("packed", 3, 37, labels="none", extras=extras)
+    for loss, gradients in workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]):
+        assert loss == 0.0
+        assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients.values())
+
+
+def test_a_group_without_a_valid_label_leaves_the_other_group_alone(workers):
+    specs = [BatchSpec("dense", 1, 37), BatchSpec("packed", 1, 53, labels="none")]
+    losses = [truth(LLAMA, spec).loss for spec in specs for _ in range(2)]
+    results = workers(4).run(subject.loss_and_gradients, LLAMA, config_of("ring", 2), specs)
+    subject.check(results, truth(LLAMA, *specs), losses=losses)
+
+
+def label_smoothing(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """A user's own loss: it shifts by itself and has its own weights."""
+    logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return cross_entropy(logits, targets, label_smoothing=0.3)
+
+
+def gradients_with_own_loss(config, spec):
+    model = subject.changed_model(LLAMA, config).train()
+    model.loss_function = label_smoothing
+    loss = model(**batches.make(spec).inputs).loss
+    loss.backward()
+    return loss.item(), oracle.gradients_of(model)
+
+
+@every_way
+def test_a_loss_function_that_the_user_gives_to_the_model_is_obeyed(workers, way):
+    spec = BatchSpec("right_pad", 3, 53, labels="middle")
+    batch, model = batches.make(spec), models.build(LLAMA, attention="eager").double()
+    with models.TransformersInDouble():
+        logits = oracle.logits_of_documents_alone(model, batch).nan_to_num(0)
+    loss = label_smoothing(logits, batch.inputs["labels"], models.VOCAB)
+    loss.backward()
+    want = oracle.Truth(loss.item(), oracle.gradients_of(model), [])
+    subject.check(workers(way[1]).run(gradients_with_own_loss, config_of(*way), spec), want)
+
+
+# ---- odd uses ---------------------------------------------------------------------------------------------------
+
+
+@every_way
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
+    """In fp64: the true gradients of q and k are zero where one key is seen, and fp32's rounding is not."""
+    spec = BatchSpec("dense", 3, length)
+    arguments = (LLAMA, config_of(*way, kernel), [spec], torch.float64)
+    subject.check(workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(LLAMA, spec), torch.float64)
+
+
+@every_way
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+def test_two_forwards_may_precede_one_backward(workers, way, checkpointing):
+    specs = [BatchSpec("dense", 3, 37), BatchSpec("packed", 1, 53)]
+    arguments = (LLAMA, config_of(*way), specs, checkpointing)
+    subject.check(workers(way[1]).run(subject.loss_and_gradients_of_two_forwards, *arguments), truth(LLAMA, *specs))
+
+
+def run_twice(config, spec):
+    return [subject.loss_and_gradients(LLAMA, config, [spec]) for _ in range(2)]
+
+
+@every_way
+def test_the_same_step_twice_is_bit_equal(workers, way):
+    for first, second in workers(way[1]).run(run_twice, config_of(*way), BatchSpec("packed", 3, 53)):
+        assert first[0] == second[0]
+        assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def generate(config, ids):
+    model = models.build(LLAMA) if config is None else subject.changed_model(LLAMA, config)
+    return model.eval().generate(ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+
+
+@every_way
+def test_generate_continues_as_one_process_does(workers, way):
+    ids = batches.make(BatchSpec("dense", 3, 11)).inputs["input_ids"]
+    want = generate(None, ids)
+    assert all(torch.equal(got, want) for got in workers(way[1]).run(generate, config_of(*way), ids))
+
+
+def gradients_from_embeddings(config, spec):
+    model = subject.changed_model(LLAMA, config).train()
+    inputs = dict(batches.make(spec).inputs)
+    embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))
+    loss = model(inputs_embeds=embeddings, **inputs).loss
+    loss.backward()
+    return loss.item(), oracle.gradients_of(model)
+
+
+@every_way
+def test_embeddings_given_by_the_user_carry_gradients_back(workers, way):
+    spec = BatchSpec("packed", 3, 53)
+    subject.check(workers(way[1]).run(gradients_from_embeddings, config_of(*way), spec), truth(LLAMA, spec))
+
+
+# ---- what is refused, on every rank, with one message ------------------------------------------------------------
+
+
+def train_with_own_batch(config, specs):
+    subject.loss_and_gradients(LLAMA, config, [specs[torch.distributed.get_rank()]])
+
+
+@every_way
+@pytest.mark.parametrize("other", ["tokens", "length", "documents"])
+def test_a_batch_that_differs_inside_a_group_is_refused_on_every_rank(workers, way, other):
+    odd = {"tokens": BatchSpec(seed=1), "length": BatchSpec(length=40), "documents": BatchSpec("packed")}[other]
+    specs = [BatchSpec()] * (way[1] - 1) + [odd]
+    workers(way[1]).run_expecting_error(train_with_own_batch, "(?i)batch", config_of(*way), specs)
+
+
+def leave_after_a_step(config, how):
+    """The last rank takes one step with the others, then dies, or lives on without coming back."""
+    model = subject.changed_model(LLAMA, config).train()
+    inputs = batches.make(BatchSpec()).inputs
+    model(**inputs).loss.backward()
+    if torch.distributed.get_rank() == config["size"] - 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("this rank stays away")  # the harness keeps its process and its sockets alive
+    model(**inputs).loss.backward()
+
+
+@every_way
+@pytest.mark.parametrize("how", ["dies", "stays away"])
+def test_a_member_that_is_missing_fails_the_others_with_a_message(workers, way, how):
+    last = way[1] - 1
+    config = config_of(*way) | {"timeout": 3}
+    dying = (last,) if how == "dies" else ()
+    messages = workers(way[1]).run_expecting_error(leave_after_a_step, "rank", config, how, dying=dying)
+    assert all("context" in message for message in messages[:last]), messages
