@@ -1,6 +1,6 @@
 """C1 without an engine: loss and gradients of a shared sequence equal those of one process.
 
-Cases are data: a covering selection in which every pair of values that can occur together occurs at least once.
+Cases are data: a covering selection in which every pair of values that can occur together does at least once.
 """
 
 import pytest
@@ -14,7 +14,12 @@ from harness.pairwise import covering, possible_pairs
 
 WAYS = [
     (method, size, layout)
-    for method, sizes in {"ring": [2, 3, 4], "ulysses": [2, 3, 4], "hybrid": [4], "allgather": [2, 3, 4]}.items()
+    for method, sizes in {
+        "ring": [2, 3, 4],
+        "ulysses": [2, 3, 4],
+        "hybrid": [4],
+        "allgather": [2, 3, 4],
+    }.items()
     for size in sizes
     for layout in ["zigzag", "contiguous"]
 ]
@@ -42,7 +47,10 @@ CONSTRAINTS = [
     (("type", "heads"), lambda type, heads: type not in TYPES_WITHOUT_KV_HEADS or heads[0] == heads[1]),
     (("kind", "rows"), lambda kind, rows: "cu_seq_lens" not in kind or rows == 1),
     # A left-padded row's first pads see nothing: no label may ask for what they predict.
-    (("kind", "labels"), lambda kind, labels: not (kind == "left_pad" and labels.startswith("documents_predict"))),
+    (
+        ("kind", "labels"),
+        lambda kind, labels: not (kind == "left_pad" and labels.startswith("documents_predict")),
+    ),
 ]
 
 CASES = covering(FACTORS, CONSTRAINTS)
@@ -55,7 +63,11 @@ def specs_of(case):
 
 def test_the_cases_hold_every_pair_of_values_that_can_occur_together():
     held = {
-        ((one, case[one]), (other, case[other])) for case in CASES for one in case for other in case if one != other
+        ((one, case[one]), (other, case[other]))
+        for case in CASES
+        for one in case
+        for other in case
+        if one != other
     }
     assert not [pair for pair in possible_pairs(FACTORS, CONSTRAINTS) if pair not in held]
     assert set(FACTORS["type"]) <= set(TYPES)

@@ -23,7 +23,7 @@ WAYS = [
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 
 
-# ---- causality: exactly the later tokens of the same document move ----------------------------------------------
+# ---- causality: exactly the later tokens of the same document move -----------------------------------------
 
 
 def logits_with_changed_tokens(config, spec, changes):
@@ -58,7 +58,9 @@ def tokens_of_documents(batch):
 
 
 @every_way
-@pytest.mark.parametrize("kind", ["dense", "packed", "packed_with_ones_mask", "packed_by_seq_idx", "right_pad", "left_pad"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "packed", "packed_with_ones_mask", "packed_by_seq_idx", "right_pad", "left_pad"]
+)
 def test_a_changed_token_moves_the_rest_of_its_document_and_nothing_else(workers, way, kind):
     spec = BatchSpec(kind, 3, 53)
     batch = batches.make(spec)
@@ -69,13 +71,18 @@ def test_a_changed_token_moves_the_rest_of_its_document_and_nothing_else(workers
             assert not wrong.any(), f"token {token} of row {row} changed; wrong at {wrong.nonzero().tolist()}"
 
 
-# ---- logits: every token, shard borders included ----------------------------------------------------------------
+# ---- logits: every token, shard borders included -----------------------------------------------------------
 
 
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_evaluation_returns_the_logits_of_the_whole_batch_on_every_rank(workers, way, dtype):
-    specs = [BatchSpec("dense", 3, 37), BatchSpec("packed", 1, 53), BatchSpec("left_pad", 3, 64), BatchSpec("dense", 1, 1)]
+    specs = [
+        BatchSpec("dense", 3, 37),
+        BatchSpec("packed", 1, 53),
+        BatchSpec("left_pad", 3, 64),
+        BatchSpec("dense", 1, 1),
+    ]
     want = truth(LLAMA, *specs).logits
     config = config_of(*way, kernel="reference" if dtype == torch.float64 else "torch")
     for logits_on_rank in workers(way[1]).run(subject.full_logits, LLAMA, config, *specs, dtype=dtype):
@@ -111,7 +118,7 @@ def test_a_loss_that_the_user_computes_from_the_logits_is_exact(workers, way):
     subject.check(workers(way[1]).run(preference_gradients, config_of(*way), spec), want)
 
 
-# ---- what labels and counts mean --------------------------------------------------------------------------------
+# ---- what labels and counts mean ---------------------------------------------------------------------------
 
 OBEYED = [
     ("shift_labels",),
@@ -126,7 +133,9 @@ OBEYED = [
 def test_what_the_user_says_about_labels_and_counts_is_obeyed(workers, way, extras):
     spec, plain = BatchSpec("packed", 3, 37, extras=extras), BatchSpec("packed", 3, 37)
     assert abs(truth(LLAMA, spec).loss / truth(LLAMA, plain).loss - 1) > 1e-4  # ignoring it would show
-    subject.check(workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]), truth(LLAMA, spec))
+    subject.check(
+        workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]), truth(LLAMA, spec)
+    )
 
 
 @every_way
@@ -171,7 +180,7 @@ def test_a_loss_function_that_the_user_gives_to_the_model_is_obeyed(workers, way
     subject.check(workers(way[1]).run(gradients_with_own_loss, config_of(*way), spec), want)
 
 
-# ---- odd uses ---------------------------------------------------------------------------------------------------
+# ---- odd uses ----------------------------------------------------------------------------------------------
 
 
 @every_way
@@ -181,7 +190,9 @@ def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
     """In fp64: the true gradients of q and k are zero where one key is seen, and fp32's rounding is not."""
     spec = BatchSpec("dense", 3, length)
     arguments = (LLAMA, config_of(*way, kernel), [spec], torch.float64)
-    subject.check(workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(LLAMA, spec), torch.float64)
+    subject.check(
+        workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(LLAMA, spec), torch.float64
+    )
 
 
 @every_way
@@ -189,7 +200,9 @@ def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
 def test_two_forwards_may_precede_one_backward(workers, way, checkpointing):
     specs = [BatchSpec("dense", 3, 37), BatchSpec("packed", 1, 53)]
     arguments = (LLAMA, config_of(*way), specs, checkpointing)
-    subject.check(workers(way[1]).run(subject.loss_and_gradients_of_two_forwards, *arguments), truth(LLAMA, *specs))
+    subject.check(
+        workers(way[1]).run(subject.loss_and_gradients_of_two_forwards, *arguments), truth(LLAMA, *specs)
+    )
 
 
 def run_twice(config, spec):
@@ -230,7 +243,7 @@ def test_embeddings_given_by_the_user_carry_gradients_back(workers, way):
     subject.check(workers(way[1]).run(gradients_from_embeddings, config_of(*way), spec), truth(LLAMA, spec))
 
 
-# ---- what is refused, on every rank, with one message ------------------------------------------------------------
+# ---- what is refused, on every rank, with one message ------------------------------------------------------
 
 
 def train_with_own_batch(config, specs):
@@ -240,7 +253,9 @@ def train_with_own_batch(config, specs):
 @every_way
 @pytest.mark.parametrize("other", ["tokens", "length", "documents"])
 def test_a_batch_that_differs_inside_a_group_is_refused_on_every_rank(workers, way, other):
-    odd = {"tokens": BatchSpec(seed=1), "length": BatchSpec(length=40), "documents": BatchSpec("packed")}[other]
+    odd = {"tokens": BatchSpec(seed=1), "length": BatchSpec(length=40), "documents": BatchSpec("packed")}[
+        other
+    ]
     specs = [BatchSpec()] * (way[1] - 1) + [odd]
     workers(way[1]).run_expecting_error(train_with_own_batch, "(?i)batch", config_of(*way), specs)
 

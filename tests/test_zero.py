@@ -13,7 +13,8 @@ from harness.pairwise import covering
 
 FACTORS = {
     "stage": [0, 1, 2, 3],
-    "way": [("ring", 2), ("ulysses", 2), ("allgather", 2), ("ring", 4), ("ulysses", 4), ("hybrid", 4), ("allgather", 4)],
+    "way": [("ring", 2), ("ulysses", 2), ("allgather", 2),
+            ("ring", 4), ("ulysses", 4), ("hybrid", 4), ("allgather", 4)],
     "kind": ["dense", "packed", "right_pad", "left_pad"],
     "accumulation": [1, 3],
     "dp": [1, 2],
@@ -31,7 +32,10 @@ LABELS = ["all", "first_eighth", "middle"]
 def batches_of_groups(kind, rows, dp, accumulation):
     """Micro-batches of each data-parallel group, with unequal lengths and unequal numbers of valid tokens."""
     return [
-        [BatchSpec(kind, rows, LENGTHS[(i + g) % 3], LABELS[(i + 2 * g) % 3], seed=10 * g + i) for i in range(accumulation)]
+        [
+            BatchSpec(kind, rows, LENGTHS[(i + g) % 3], LABELS[(i + 2 * g) % 3], seed=10 * g + i)
+            for i in range(accumulation)
+        ]
         for g in range(dp)
     ]
 
@@ -114,12 +118,15 @@ def test_zero_3_builds_its_parameters_in_shards_from_a_checkpoint(workers, tmp_p
 def steps_of_engines(model_spec, configs, batch_specs):
     """All engines live in one process; their steps alternate."""
     engines = [engine.initialize(config, models.build(model_spec)) for config in configs]
-    return [engine.step(each, [batches.make(spec).inputs]) for each, spec in zip(engines, batch_specs, strict=True)]
+    return [
+        engine.step(each, [batches.make(spec).inputs])
+        for each, spec in zip(engines, batch_specs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_engines_with_different_keys_live_in_one_process(workers, stage):
-    """Two that share sequences in different ways, and one without the key: it is plain data parallel over two ranks."""
+    """Two share sequences in different ways, one has no key: plain data parallelism over two ranks."""
     model = ModelSpec("llama")
     specs = [BatchSpec("packed", 1, 53), BatchSpec("dense", 1, 37), BatchSpec("left_pad", 1, 40)]
     configs = [
@@ -133,7 +140,7 @@ def test_engines_with_different_keys_live_in_one_process(workers, stage):
         engine.check([results[index] for results in by_rank], want, [[want.loss]])
 
 
-# ---- bf16: no worse than 1.5 times the error of one process in bf16, median of five seeds ----------------------
+# ---- bf16: no worse than 1.5 times the error of one process in bf16, median of five seeds ------------------
 
 SEEDS = range(5)
 ALLOWED = 1.5
@@ -145,7 +152,11 @@ def errors_of_one_process_in_bf16(specs, batch):
         model = models.build(spec, torch.bfloat16)
         made = batches.make(batch)
         oracle.loss_of(oracle.logits_of_documents_alone(model, made).float(), made).backward()
-        errors.append(oracle.total_error(oracle.gradients_of(model), truth(spec, batch, weights=torch.bfloat16).gradients))
+        errors.append(
+            oracle.total_error(
+                oracle.gradients_of(model), truth(spec, batch, weights=torch.bfloat16).gradients
+            )
+        )
     return errors
 
 
@@ -161,7 +172,9 @@ def assert_as_good_as_one_process(gradients_by_seed, specs, batch):
     wants = [truth(spec, batch, weights=torch.bfloat16).gradients for spec in specs]
     errors = [oracle.total_error(got, want) for got, want in zip(gradients_by_seed, wants, strict=True)]
     own = errors_of_one_process_in_bf16(specs, batch)
-    assert statistics.median(errors) <= ALLOWED * statistics.median(own), f"errors {errors}, one process {own}"
+    assert statistics.median(errors) <= ALLOWED * statistics.median(own), (
+        f"errors {errors}, one process {own}"
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
@@ -169,7 +182,9 @@ def assert_as_good_as_one_process(gradients_by_seed, specs, batch):
 def test_bf16_is_as_exact_as_one_process(workers, way, kind):
     specs, batch = [ModelSpec("llama", seed=seed) for seed in SEEDS], BatchSpec(kind, 3, 64)
     by_rank = workers(way[1]).run(gradients_of_seeds, specs, config_of(*way), batch)
-    assert_as_good_as_one_process([oracle.mean_over_ranks(seed) for seed in zip(*by_rank, strict=True)], specs, batch)
+    assert_as_good_as_one_process(
+        [oracle.mean_over_ranks(seed) for seed in zip(*by_rank, strict=True)], specs, batch
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -70,7 +70,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seq_length", type=int, required=True)
-    parser.add_argument("--rows", type=int, required=True, help="How many rows training will use.")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     make_checkpoint(args.folder / "model")
@@ -78,8 +77,9 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
-    # About three characters make a token of source code; files of a sixteenth of a row up to a whole row.
-    documents = long_documents(args.seq_length * 3 // 16, args.seq_length * 4)
+    # Three or four characters make a token of source code: from small files, which fill a row's end, up to
+    # files of a whole row.
+    documents = long_documents(args.seq_length // 8, args.seq_length * 4)
     lengths = [len(ids) for ids in tokenizer(documents)["input_ids"]]
     fitting = [number for number, length in enumerate(lengths) if length <= args.seq_length]
     # The held-out row: every ninth document, as many as one row holds.
@@ -87,15 +87,8 @@ def main() -> None:
     for number in fitting[::9]:
         if sum(lengths[other] for other in held_out) + lengths[number] <= args.seq_length:
             held_out.append(number)
-    rest = [number for number in fitting if number not in held_out]
-    # Four times the tokens that training needs: enough for the packing to fill its first rows well.
-    chosen, tokens = [], 0
-    for number in rest:
-        if tokens > 4 * args.rows * args.seq_length:
-            break
-        chosen.append(number)
-        tokens += lengths[number]
-    write_documents(args.folder / "train.jsonl", [documents[number] for number in chosen])
+    training = [number for number in fitting if number not in held_out]
+    write_documents(args.folder / "train.jsonl", [documents[number] for number in training])
     write_documents(args.folder / "eval.jsonl", [documents[number] for number in held_out])
 
 

@@ -24,7 +24,7 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
 def traffic() -> dict[str, float]:
-    """Return the bytes that this rank sent per layer, as ds_cp counted them."""
+    """Return the bytes that this rank sent per layer, as ds_cp counted them over all rows so far."""
     import ds_cp
 
     return dict(ds_cp.traffic())
@@ -61,10 +61,8 @@ class Watch(TrainerCallback):
         self.step_began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Stop the clock; after the first step, ask for the traffic."""
+        """Stop the clock."""
         self.seconds.append(time.perf_counter() - self.step_began)
-        if state.global_step == 1:
-            self.seen["traffic"] = traffic()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         """Pass the Trainer's own log lines on."""
@@ -72,6 +70,7 @@ class Watch(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         """Write this rank's file."""
+        self.seen["traffic"] = traffic()
         self.seen["seconds_per_step"] = sum(self.seconds) / max(len(self.seconds), 1)
         (FOLDER / f"rank{self.rank}.json").write_text(json.dumps(self.seen), encoding="utf-8")
 

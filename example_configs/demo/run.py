@@ -101,7 +101,7 @@ def free_port() -> int:
 
 
 def environment(threads: int, **more: str) -> dict[str, str]:
-    """Return the environment of a stage: on CPU, offline, with a number of threads of its own."""
+    """Return the environment of a stage: on CPU, on this machine alone, with its own number of threads."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(REPOSITORY / "build" / "extensions"))
     return {
         **os.environ,
@@ -111,6 +111,8 @@ def environment(threads: int, **more: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TORCH_EXTENSIONS_DIR": extensions,
+        # All processes are on this machine: no name of it has to resolve.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         **more,
     }
 
@@ -215,7 +217,9 @@ def report(args: argparse.Namespace, console: Console) -> bool:
     for way in ("forward", "backward"):
         sent = [rank["traffic"].get(f"{way}_bytes_per_layer", 0) for rank in ranks]
         exchanged = exchanged and all(sent)
-        table.add_row(f"bytes sent per layer, {way}", " + ".join(f"{number:,.0f}" for number in sent), "0", "")
+        table.add_row(
+            f"bytes sent per layer and row, {way}", " + ".join(f"{number:,.0f}" for number in sent), "0", ""
+        )
     table.add_row("seconds per step", f"{max(rank['seconds_per_step'] for rank in ranks):.1f}", "", "")
     console.print(table)
 
@@ -238,15 +242,15 @@ def main() -> int:
     began = time.monotonic()
     size = ("--seq_length", str(args.seq_length))
     stages: list[tuple[str, Callable[[Progress], None]]] = []
-    cores = os.cpu_count() or 1
+    # Half of the cores: threads that wait for a core that is busy otherwise cost more than they bring.
     # Without the autoload, ds_cp is not even looked at by these two.
-    alone = environment(cores, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    alone = environment((os.cpu_count() or 1) // 2, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
-    def script(name: str, *more: str) -> Callable[[Progress], None]:
-        command = [sys.executable, str(HERE / f"{name}.py"), "--folder", str(args.folder), *size, *more]
+    def script(name: str) -> Callable[[Progress], None]:
+        command = [sys.executable, str(HERE / f"{name}.py"), "--folder", str(args.folder), *size]
         return lambda progress: run_stage(command, args.folder / f"{name}.log", alone, lambda: False)
 
-    stages.append(("checkpoint and documents", script("prepare", "--rows", str(args.steps))))
+    stages.append(("checkpoint and documents", script("prepare")))
     stages.append(("first step with one process, without ds_cp", script("reference")))
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -42,10 +42,11 @@ class BatchSpec:
     extras: tuple = ()  # of "shift_labels", "num_items_in_batch", "num_items_in_batch as a tensor"
 
 
-# ---- which documents a row holds: lengths as data, the last one takes what is left -------------------------------
+# ---- which documents a row holds: lengths as data, the last one takes what is left -------------------------
 
-# With 64 tokens the borders of 2 and 4 contiguous shards and of 4 zigzag chunks are multiples of 16: boundaries lie on
-# them (16, 32) and inside them. One-token documents come alone, in pairs, first and last. The long row spans three shards.
+# With 64 tokens the borders of 2 and 4 contiguous shards and of 4 zigzag chunks are multiples of 16: document
+# boundaries lie on them (16, 32) and inside them. One-token documents come alone, in pairs, first and last.
+# The last row's long document spans three shards.
 DOCUMENT_LENGTHS = [
     [1, 10, 5, 16, 1, 1, 7],
     [9, 1, 22, 3],
@@ -66,11 +67,11 @@ def _documents_of_packed_rows(rows, length):
 
 
 def _padding_of(row, length):
-    """Row 0 of a padded batch is full when there are more; the others lose a third, then two thirds of the row."""
+    """The first row of a padded batch loses a third, the second nothing, the third two thirds."""
     return [length // 3, 0, 2 * length // 3][row % 3] if length >= 3 else 0
 
 
-# ---- kinds of batches: each says its documents and what the model sees of them ---------------------------------
+# ---- kinds of batches: each says its documents and what the model sees of them -----------------------------
 
 
 def _dense(rows, length):
@@ -88,9 +89,11 @@ def _packed_with_ones_mask(rows, length):
 
 
 def _packed_by_cu_seq_lens(rows, length):
-    """Positions do not restart: only the cumulated lengths say where a document ends (one row, as flash kernels have it)."""
+    """Positions do not restart: only the cumulated lengths, of one row, say where a document ends."""
     assert rows == 1, "cu_seq_lens describe one flattened row"
-    documents = [Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(1, length)]
+    documents = [
+        Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(1, length)
+    ]
     bounds = torch.tensor([0] + [d.stop for d in documents], dtype=torch.int32)
     longest = max(d.stop - d.start for d in documents)
     flash = dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
@@ -103,7 +106,9 @@ def _packed_by_positions_and_cu_seq_lens(rows, length):
 
 
 def _packed_by_seq_idx(rows, length):
-    documents = [Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(rows, length)]
+    documents = [
+        Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(rows, length)
+    ]
     seq_idx = torch.zeros(rows, length, dtype=torch.int32)
     for index, document in enumerate(documents):
         seq_idx[document.row, document.start : document.stop] = index
@@ -133,7 +138,7 @@ KINDS = {
     "left_pad": _left_pad,
 }
 
-# ---- which labels count: fractions of the row, as data ----------------------------------------------------------
+# ---- which labels count: fractions of the row, as data -----------------------------------------------------
 
 LABELS = {
     "all": (0, 1),

@@ -11,7 +11,7 @@ SGD = {"type": "SGD", "params": {"lr": LEARNING_RATE}}
 
 
 def json_config(context_parallel, stage, rows=1, accumulation=1, dp=1, **more):
-    """A DeepSpeed config as a user writes it; `more` overrides whole keys, or parts of `zero_optimization`."""
+    """A DeepSpeed config as a user writes it; `more` replaces keys, and adds to `zero_optimization`."""
     zero = {"stage": stage, "reduce_bucket_size": 5000}  # small: several buckets even for a tiny model
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5000}
@@ -80,7 +80,7 @@ def full_gradients(model):
 
 
 def check(results, truth, losses_of_groups):
-    """On every rank: losses of its group, gradients after reduction, and the weights' update, all exact (C1)."""
+    """On every rank its group's losses, the reduced gradients and the weights' update are exact (C1)."""
     tolerance = oracle.TOLERANCE[torch.float32]
     size = len(results) // len(losses_of_groups)
     for rank, (losses, gradients, updates) in enumerate(results):

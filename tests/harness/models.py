@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-# How each type spells the sizes of ModelSpec, and what else it needs to be small, deterministic and plainly causal.
+# How each type spells the sizes of ModelSpec, and what else makes it small, deterministic and plainly causal.
 COMMON = dict(
-    hidden_size="{hidden}", intermediate_size="{mlp}", num_hidden_layers="{layers}", num_attention_heads="{heads}",
-    num_key_value_heads="{kv_heads}", vocab_size="{vocab}", max_position_embeddings=256, attention_dropout=0.0,
-    initializer_range=0.15, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    hidden_size="{hidden}", intermediate_size="{mlp}", num_hidden_layers="{layers}", vocab_size="{vocab}",
+    num_attention_heads="{heads}", num_key_value_heads="{kv_heads}", max_position_embeddings=256,
+    attention_dropout=0.0, initializer_range=0.15, pad_token_id=None, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 TYPES = {
     "llama": COMMON | dict(head_dim=8),
@@ -22,8 +22,9 @@ TYPES = {
     "mistral": COMMON | dict(head_dim=8, sliding_window=None),
     "olmo2": COMMON,
     "gpt2": dict(
-        n_embd="{hidden}", n_inner="{mlp}", n_layer="{layers}", n_head="{heads}", vocab_size="{vocab}", n_positions=256,
-        initializer_range=0.15, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+        n_embd="{hidden}", n_inner="{mlp}", n_layer="{layers}", n_head="{heads}", vocab_size="{vocab}",
+        n_positions=256, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=None,
     ),
 }  # fmt: skip
 TYPES_WITHOUT_KV_HEADS = {"gpt2"}
@@ -45,10 +46,15 @@ class ModelSpec:
 
 
 def build(spec, dtype=torch.float32, attention=None):
-    """The same weights for the same spec, whatever the dtype (bf16 weights are exact in fp64 only through `rounded`)."""
-    names = dict(hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads)
+    """The same weights for the same spec, rounded to the dtype."""
+    names = dict(
+        hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads
+    )
     names["vocab"] = VOCAB
-    sizes = {key: names[value[1:-1]] if isinstance(value, str) else value for key, value in TYPES[spec.type].items()}
+    sizes = {
+        key: names[value[1:-1]] if isinstance(value, str) else value
+        for key, value in TYPES[spec.type].items()
+    }
     config = CONFIG_MAPPING[spec.type](**sizes | dict(spec.overrides))
     torch.manual_seed(spec.seed)
     extra = {} if attention is None else {"attn_implementation": attention}
@@ -58,7 +64,7 @@ def build(spec, dtype=torch.float32, attention=None):
 
 
 def rounded(model, dtype):
-    """A copy in fp64 whose weights are those of the model rounded to `dtype`: the truth for a run in that dtype."""
+    """A copy in fp64 of the model rounded to `dtype`: what is true for a run in that dtype."""
     return copy.deepcopy(model).to(dtype).double()
 
 
@@ -71,7 +77,7 @@ def _make_every_parameter_matter(model):
 
 
 class TransformersInDouble(TorchFunctionMode):
-    """Inside, transformers computes in fp64 what it would force to fp32: norms, softmax, rotary angles, its loss.
+    """Inside, transformers computes in fp64 what it would force to fp32: norms, softmax, rotary angles, loss.
 
     Only calls written in transformers' own files change. Any other code must keep fp64 by itself.
     """
@@ -87,11 +93,20 @@ class TransformersInDouble(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-_CASTING = {torch.Tensor.float, torch.Tensor.to, torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
+_CASTING = {
+    torch.Tensor.float,
+    torch.Tensor.to,
+    torch.nn.functional.softmax,
+    torch.softmax,
+    torch.Tensor.softmax,
+}
 
 
 def _called_from_transformers():
     frame = sys._getframe(2)
-    while frame is not None and inspect.getmodulename(frame.f_code.co_filename) in ("functional", "overrides"):
+    while frame is not None and inspect.getmodulename(frame.f_code.co_filename) in (
+        "functional",
+        "overrides",
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").startswith("transformers.")

@@ -65,7 +65,7 @@ def _nothing(model, length):
 
 
 def loss_of(logits, batch):
-    """Sum over the valid tokens, divided by their number or by what the user says it is; zero when there is none."""
+    """Sum over the valid tokens, over their number or what the user says it is; zero when there is none."""
     valid = batch.targets != batches.IGNORE
     divisor = batch.inputs.get("num_items_in_batch", batch.valid_tokens)
     if not batch.valid_tokens:
@@ -109,7 +109,10 @@ def total_error(got, want):
 def assert_close_gradients(got, want, tolerance):
     errors = gradient_errors(got, want)
     worst = sorted(errors, key=lambda name: _nan_first(errors[name]), reverse=True)[:5]
-    lines = [f"  {errors[name]:.2e}  {name}  |g|={got[name].norm():.3e}  |g*|={want[name].norm():.3e}" for name in worst]
+    lines = [
+        f"  {errors[name]:.2e}  {name}  |g|={got[name].norm():.3e}  |g*|={want[name].norm():.3e}"
+        for name in worst
+    ]
     too_far = [name for name in errors if not errors[name] <= tolerance]
     message = f"{len(too_far)} of {len(errors)} gradients are off by more than {tolerance:g}; the worst:\n"
     assert not too_far, message + "\n".join(lines)
@@ -125,7 +128,9 @@ def assert_close_logits(got, want, tolerance):
 
 
 def assert_close_loss(got, want, tolerance):
-    assert abs(got - want) <= tolerance * abs(want), f"loss {got!r}, want {want!r}, {abs(got - want):.2e} apart"
+    assert abs(got - want) <= tolerance * abs(want), (
+        f"loss {got!r}, want {want!r}, {abs(got - want):.2e} apart"
+    )
 
 
 def _nan_first(error):

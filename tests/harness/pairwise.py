@@ -5,7 +5,7 @@ from random import Random
 
 
 def covering(factors, constraints=()):
-    """`factors`: {name: values}. `constraints`: (names, predicate over their values). The list of cases as dicts."""
+    """The cases, as dicts. `factors`: {name: values}; `constraints`: (names, predicate over their values)."""
     uncovered = possible_pairs(factors, constraints)
     cases = []
     while uncovered:
@@ -17,7 +17,7 @@ def covering(factors, constraints=()):
 
 
 def possible_pairs(factors, constraints=()):
-    """Every pair of values of two factors that some case can hold, as {((name, value), (name, value)): None} in order."""
+    """Every pair of values that some case can hold, in order, as {((name, value), (name, value)): None}."""
     pairs = {}
     for one, other in combinations(factors, 2):
         for a in factors[one]:
@@ -28,7 +28,7 @@ def possible_pairs(factors, constraints=()):
 
 
 def _complete(case, factors, constraints, uncovered):
-    """The case with all factors set, preferring values that cover new pairs, or None where no value is legal."""
+    """The case with all factors set, by values that cover new pairs, or None where no value is legal."""
     if not _legal(case, constraints):
         return None
     missing = [name for name in factors if name not in case]

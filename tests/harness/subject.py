@@ -26,7 +26,7 @@ def in_full_precision(dtype):
 
 
 def loss_and_gradients(model_spec, config, batch_specs, dtype=torch.float32, checkpointing=None):
-    """Forward and backward without an engine; each group takes its own batch of `batch_specs` (one per dp rank)."""
+    """Forward and backward without an engine; each group takes its own batch, one per dp rank."""
     model = changed_model(model_spec, config, dtype).train()
     enable_checkpointing(model, checkpointing)
     batch = batches.make(batch_specs[data_parallel_rank(config["size"])])

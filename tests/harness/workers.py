@@ -1,9 +1,9 @@
 """Gloo ranks for tests: fork, run one function on every rank, collect, and never hang.
 
-Each call forks fresh ranks from the warm pytest process (torch, transformers and deepspeed are imported once, there).
-That costs 0.1 s more than ranks kept for the session, and buys: a crash, a hang or a broken process group ends with its
-own case; no state (patches, groups, caches, seeds) leaks from case to case; functions, closures and arguments need no
-pickling, for a fork has them already. Only results are pickled, on their way back.
+Each call forks fresh ranks from the warm pytest process (torch, transformers and deepspeed are imported once,
+there). That costs 0.1 s more than ranks kept for the session, and buys: a crash, hang or broken group ends
+with its own case; no state (patches, groups, caches, seeds) leaks from case to case; functions, closures and
+arguments need no pickling, for a fork has them already. Only results are pickled, on their way back.
 """
 
 import faulthandler
@@ -44,7 +44,9 @@ class RanksFailed(AssertionError):
             if report.outcome != "returned":
                 ranks_by_fault.setdefault((report.message, report.details), []).append(report.rank)
         faults = ranks_by_fault.items()
-        super().__init__("\n".join(f"rank {ranks}: {message}\n{details}" for (message, details), ranks in faults))
+        super().__init__(
+            "\n".join(f"rank {ranks}: {message}\n{details}" for (message, details), ranks in faults)
+        )
 
 
 def workers(world, timeout=WATCHDOG_SECONDS):
@@ -64,17 +66,23 @@ class Workers:
         return [report.value for report in reports]
 
     def run_expecting_error(self, function, match, *args, dying=(), **kwargs):
-        """Every rank must raise by itself, with a message that `match` (a regex) finds; the list of messages by rank.
+        """Every rank must raise by itself, with a message that `match` (a regex) finds; the messages by rank.
 
-        Ranks that raised stay alive until all have: nobody is saved from a hang by a neighbour's closed socket.
+        Ranks that raised stay alive until all have: no neighbour's closed socket saves a rank from a hang.
         Ranks in `dying` must end without a report instead (the function kills them).
         """
         reports = self._reports(function, args, kwargs, patient=True)
         unexpected = [r for r in reports if r.outcome != ("died" if r.rank in dying else "raised")]
         if unexpected:
             outcomes = {report.rank: report.outcome for report in reports}
-            raise AssertionError(f"every rank should have raised {match!r}, but: {outcomes}\n{RanksFailed(reports)}")
-        wrong = [report for report in reports if report.outcome == "raised" and not re.search(match, report.message)]
+            raise AssertionError(
+                f"every rank should have raised {match!r}, but: {outcomes}\n{RanksFailed(reports)}"
+            )
+        wrong = [
+            report
+            for report in reports
+            if report.outcome == "raised" and not re.search(match, report.message)
+        ]
         if wrong:
             raise AssertionError(f"no match for {match!r}\n{RanksFailed(wrong)}")
         return [report.message for report in reports]
@@ -104,7 +112,12 @@ class _Rank:
             return pickle.loads(self.connection.recv_bytes())
         except EOFError:
             self.wait_for_exit(5)
-            return Report(self.rank, "died", message=f"died without a report, {self._how_it_ended()}", details=self.stack())
+            return Report(
+                self.rank,
+                "died",
+                message=f"died without a report, {self._how_it_ended()}",
+                details=self.stack(),
+            )
 
     def stack(self):
         text = self.stack_file.read_text() if self.stack_file.exists() else ""
@@ -221,9 +234,13 @@ def _join_the_world(rank, world, folder):
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # there is no port: ranks meet in a file
-    deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
+    deepspeed.init_distributed(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False
+    )
 
 
 def _leave_the_world():
@@ -239,7 +256,7 @@ def _import_everything_once():
     import deepspeed
     import deepspeed.ops
     import torch
-    import transformers.modeling_utils  # noqa: F401  what every model imports
+    import transformers.trainer  # noqa: F401  all that transformers imports late, and slowly
 
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a C++ build that no test needs

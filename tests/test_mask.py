@@ -1,0 +1,138 @@
+"""Documents, segments, tiles and rows, against the mask painted token by token."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_cp.layout import Layout
+from ds_cp.mask import CAUSAL, OPEN, Documents, Rule, count, lower, schedule
+
+rules = st.builds(Rule, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0, 3, OPEN]))
+
+
+def painted(documents: Documents, rule: Rule, length: int) -> np.ndarray:
+    """[B, S, S]: how often each pair is seen, straight from the definition."""
+    seen = np.zeros((len(documents.ranges), length, length), dtype=int)
+    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    for b, lines in enumerate(documents.ranges):
+        for start, stop, k_start, k_stop in lines:
+            inside = (i >= start) & (i < stop) & (j >= k_start) & (j < k_stop)
+            seen[b] += inside & (j >= i - rule.left) & (j <= i + rule.right)
+    return seen
+
+
+def repainted(segments, layout: Layout, batch: int, lowered: bool) -> np.ndarray:
+    """The same from every rank's tiles on the rows that arrive."""
+    seen = np.zeros((batch, layout.padded_len, layout.padded_len), dtype=int)
+    owned = [np.concatenate([np.arange(*run) for run in runs]) for runs in layout.ring_runs]
+    for rank in range(layout.ring):
+        for step in schedule(segments, layout, rank):
+            arrived = np.concatenate([owned[step.source][slice(*run)] for run in step.rows] or [owned[0][:0]])
+            for tile in step.tiles:
+                for piece in lower(tile) if lowered else [tile]:
+                    n_q, n_k = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+                    distance = np.arange(n_k)[None, :] - np.arange(n_q)[:, None]
+                    may_see = (distance >= piece.lo) & (distance <= piece.hi)
+                    assert may_see.any(1).all(), "a query of a tile sees nothing"
+                    assert piece.area == may_see.sum() * (piece.batch_stop - piece.batch_start)
+                    if lowered and piece.lo > -OPEN or lowered and piece.hi < OPEN:
+                        assert n_q == n_k and (piece.lo, piece.hi) in ((0, OPEN), (-OPEN, 0))
+                    q = owned[rank][piece.q_start : piece.q_stop]
+                    k = arrived[piece.k_start : piece.k_stop]
+                    seen[piece.batch_start : piece.batch_stop, q[:, None], k[None, :]] += may_see
+    return seen
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5), min_size=1, max_size=3),
+    ring=st.integers(1, 4),
+    ulysses=st.integers(1, 2),
+    name=st.sampled_from(["zigzag", "contiguous"]),
+    rule=rules,
+    holes=st.integers(0, 2**20),
+)
+def test_tiles_cover_each_visible_pair_exactly_once(lengths, ring, ulysses, name, rule, holes):
+    total = max(sum(row) for row in lengths)
+    rows = [row + [total - sum(row)] * (sum(row) < total) for row in lengths]
+    positions = np.stack([np.concatenate([np.arange(n) for n in row]) for row in rows])
+    unmasked = np.random.default_rng(holes).random(positions.shape) > 0.2 if holes % 3 == 0 else None
+    documents = Documents.find(len(rows), total, positions, unmasked)
+    layout = Layout(total, ring, ulysses, name)
+    want = painted(documents, rule, total)
+    assert want.max() <= 1, "a query would count a key twice"
+    for lowered in (False, True):
+        got = repainted(documents.segments(rule), layout, len(rows), lowered)
+        assert (got[:, :total, :total] == want).all()
+        assert got.sum() == want.sum(), "padding is seen"
+
+
+def ranges(*args, **kwargs):
+    return [[tuple(line) for line in row.tolist()] for row in Documents.find(*args, **kwargs).ranges]
+
+
+def whole(*documents):
+    return [(start, stop, start, stop) for start, stop in documents]
+
+
+DOCUMENTS = [
+    # (what, arguments of find, one row's lines)
+    ("one document", dict(seq_len=4), whole((0, 4))),
+    ("restart", dict(seq_len=5, positions=[[0, 1, 0, 1, 2]]), whole((0, 2), (2, 5))),
+    ("one-token documents", dict(seq_len=4, positions=[[0, 0, 0, 1]]), whole((0, 1), (1, 2), (2, 4))),
+    ("restart at another number", dict(seq_len=4, positions=[[3, 4, 9, 10]]), whole((0, 2), (2, 4))),
+    ("cu_seqlens", dict(seq_len=5, boundaries=[0, 2, 5]), whole((0, 2), (2, 5))),
+    ("cu_seqlens with an empty document", dict(seq_len=5, boundaries=[0, 2, 2, 5]), whole((0, 2), (2, 5))),
+    ("seq_idx", dict(seq_len=5, seq_idx=[[7, 7, 8, 8, 7]]), whole((0, 2), (2, 4), (4, 5))),
+    ("all-ones mask", dict(seq_len=4, positions=[[0, 1, 0, 1]], unmasked=[[1, 1, 1, 1]]), whole((0, 2), (2, 4))),
+    ("right padding", dict(seq_len=5, unmasked=[[1, 1, 1, 0, 0]]), [(0, 5, 0, 3)]),
+    ("left padding", dict(seq_len=5, unmasked=[[0, 0, 1, 1, 1]]), [(2, 5, 2, 5)]),
+    ("left padding, positions from the mask",
+     dict(seq_len=5, unmasked=[[0, 0, 1, 1, 1]], positions=[[1, 1, 0, 1, 2]]), [(2, 5, 2, 5)]),
+    ("a hole, positions count it", dict(seq_len=5, unmasked=[[1, 1, 0, 1, 1]], positions=[[0, 1, 2, 3, 4]]),
+     [(0, 5, 0, 2), (0, 5, 3, 5)]),
+    ("a hole, positions skip it", dict(seq_len=5, unmasked=[[1, 1, 0, 1, 1]], positions=[[0, 1, 1, 2, 3]]),
+     [(0, 5, 0, 2), (0, 5, 3, 5)]),
+    ("nothing but padding", dict(seq_len=3, unmasked=[[0, 0, 0]]), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what, given_, want", DOCUMENTS, ids=[case[0] for case in DOCUMENTS])
+def test_documents_are_recognised(what, given_, want):
+    arrays = {name: np.array(value) if isinstance(value, list) else value for name, value in given_.items()}
+    if "unmasked" in arrays:
+        arrays["unmasked"] = arrays["unmasked"] != 0
+    assert ranges(1, **arrays) == [want]
+
+
+@pytest.mark.parametrize("boundaries", [[0, 2], [1, 5], [0, 3, 2, 5]])
+def test_boundaries_that_do_not_cover_the_row_are_refused(boundaries):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        Documents.find(1, 5, boundaries=np.array(boundaries))
+
+
+def test_equal_batch_rows_share_their_tiles():
+    segments = Documents.find(6, 8).segments(CAUSAL)
+    assert len(segments) == 1 and segments[0, :2].tolist() == [0, 6]
+
+
+def test_a_dense_zigzag_rank_has_one_tile_per_step():
+    layout = Layout(64, 4, 1)
+    for rank in range(4):
+        steps = schedule(Documents.find(1, 64).segments(CAUSAL), layout, rank)
+        assert [len(step.tiles) for step in steps] == [1, 1, 1, 1]
+        assert len({sum(tile.area for tile in step.tiles) for step in steps[1:]}) == 1
+        assert [count(step.rows) for step in steps[1:]] == [8 if step.source < rank else 16 for step in steps[1:]]
+
+
+def test_both_sides_of_a_message_agree_on_its_rows():
+    layout = Layout(61, 4, 1)
+    positions = np.concatenate([np.arange(n) for n in (20, 1, 33, 7)])[None]
+    segments = Documents.find(1, 61, positions).segments(Rule(9, 0))
+    steps = [schedule(segments, layout, rank) for rank in range(4)]
+    for rank in range(4):
+        for t in range(1, 4):
+            mine = steps[rank][t]
+            assert steps[mine.source][t].target == rank
+            assert steps[mine.source][t].target_rows == mine.rows
