@@ -144,7 +144,7 @@ def _no_split(facts: ModelFacts, asked: int, fits: list[int]) -> str:
 
 
 def exchanged_bytes(
-    method: str, ring: int, ulysses: int, local_len: int, heads: tuple[int, int], head_dim: int, item: int
+    ring: int, ulysses: int, local_len: int, heads: tuple[int, int], head_dim: int, item: int
 ) -> float:
     """Bytes that a rank sends per layer in the forward pass of bidirectional dense attention.
 

@@ -42,6 +42,7 @@ def install() -> None:
     except ImportError:
         return
     patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, "all ranks of a group read the same batches")
+    patches.replace(module.Accelerator, "gather_for_metrics", _one_per_group, "metrics count each group's samples once")
 
 
 def _by_data_parallel_rank(original: Callable) -> Callable:
@@ -60,6 +61,28 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
     return prepare_data_loader
+
+
+def _one_per_group(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def gather_for_metrics(self, input_data, use_gather_object=False):
+        size = _cp_size_of_accelerator()
+        if size == 1:
+            return original(self, input_data, use_gather_object)
+        from accelerate.utils import recursively_apply
+
+        def first_of_each_group(gathered):
+            return gathered.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1)
+
+        if use_gather_object and self.process_index % size:
+            input_data = type(input_data)()
+        self.gather = lambda data: recursively_apply(first_of_each_group, type(self).gather(self, data))
+        try:
+            return original(self, input_data, use_gather_object)
+        finally:
+            del self.gather
+
+    return gather_for_metrics
 
 
 def _seed_workers_by(dataloader: Any, dp_rank: int) -> None:

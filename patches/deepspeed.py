@@ -58,6 +58,8 @@ def watch_config() -> None:
             asked = active(config)
             if asked is None:
                 return original(self, config, mpu, mesh_device=mesh_device)
+            if type(mpu).__name__ == "PipelineParallelGrid":
+                raise key.ConfigError(_sentence("PipelineModule", "its stages cut the model where a region is open"))
             if mpu is not None or mesh_device is not None:
                 raise key.ConfigError(
                     'both "context_parallel" and an mpu or mesh were given to DeepSpeed: its ZeRO stages would divide the '
@@ -86,8 +88,6 @@ def install() -> None:
             ds_config = kwargs.get("config")
             asked = active(ds_config)
             if asked is not None:
-                if any(base.__name__ == "PipelineEngine" for base in type(self).__mro__):
-                    raise key.ConfigError(_sentence("PipelineModule", "its stages cut the model where a region is open"))
                 from ds_cp.patches.transformers.border import attach
 
                 attach(model, asked)

@@ -82,9 +82,10 @@ def main() -> None:
     documents = long_documents(args.seq_length // 8, args.seq_length * 4)
     lengths = [len(ids) for ids in tokenizer(documents)["input_ids"]]
     fitting = [number for number, length in enumerate(lengths) if length <= args.seq_length]
-    # The held-out row: every ninth document, as many as one row holds.
+    # The held-out row: every ninth document, as many as one row holds. Small ones stay with the training,
+    # where they fill rows up.
     held_out: list[int] = []
-    for number in fitting[::9]:
+    for number in [number for number in fitting if lengths[number] > args.seq_length // 8][::9]:
         if sum(lengths[other] for other in held_out) + lengths[number] <= args.seq_length:
             held_out.append(number)
     training = [number for number in fitting if number not in held_out]

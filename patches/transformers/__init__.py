@@ -5,8 +5,7 @@ from __future__ import annotations
 
 def install() -> None:
     """Everything that is process-wide; models are attached one by one (:mod:`.border`)."""
-    from ds_cp.patches.transformers import attention, loss, trainer
+    from ds_cp.patches.transformers import attention, trainer
 
     attention.install()
-    loss.install()
     trainer.install()

@@ -84,12 +84,14 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             head.register_forward_pre_hook(_before_head(state, inspect.signature(head.forward)), with_kwargs=True),
             head.register_forward_hook(_after_head, always_call=True),
         ]
+    restore_loss = loss.attach(head)
     _attached[decoder] = state
     alive = weakref.ref(decoder)
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
+        restore_loss()
         if config._attn_implementation == attention.NAME:
             config._attn_implementation = before
         if alive() is not None:

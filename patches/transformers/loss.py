@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Callable
 
 import torch
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ds_cp import patches
 from ds_cp.loss import causal_lm_loss, shift_left
 from ds_cp.region import current_exit
 
 
-def install() -> None:
-    """Wrap every entry of transformers' table that is the causal LM loss."""
-    for name, function in list(LOSS_MAPPING.items()):
-        if function is ForCausalLMLoss:
-            patches.replace(LOSS_MAPPING, name, lambda original: shared_loss, "sums the loss over the group")
+def attach(head: torch.nn.Module) -> Callable[[], None]:
+    """Give a head the shared loss where it would use ``ForCausalLMLoss``; returns what undoes it.
+
+    Set on the model, not in transformers' table: Trainer compares the table's entry with ``ForCausalLMLoss`` to decide
+    how tokens are counted. A loss function of the user's own stays, before and after.
+    """
+    if not _calls_loss_function(head) or head.loss_function is not ForCausalLMLoss or hasattr(head, "_loss_function"):
+        return lambda: None
+    head.loss_function = shared_loss
+
+    def undo() -> None:
+        if head.__dict__.get("_loss_function") is shared_loss:
+            del head._loss_function
+
+    return undo
 
 
 @torch.compiler.disable
@@ -40,7 +51,11 @@ def shared_loss(
     return causal_lm_loss(logits, targets, wish.region, num_items_in_batch, ignore_index)
 
 
-def keeps_local(model: torch.nn.Module) -> bool:
+def keeps_local(head: torch.nn.Module) -> bool:
     """True when this head computes its loss through :func:`shared_loss`, so that its hidden states may stay local."""
-    forward: Callable = functools.reduce(lambda f, _: getattr(f, "__wrapped__", f), range(16), type(model).forward)
-    return "loss_function" in forward.__code__.co_names and model.loss_function is shared_loss
+    return _calls_loss_function(head) and head.loss_function is shared_loss
+
+
+def _calls_loss_function(head: torch.nn.Module) -> bool:
+    forward = inspect.unwrap(type(head).forward)
+    return isinstance(head, PreTrainedModel) and "loss_function" in forward.__code__.co_names

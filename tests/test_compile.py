@@ -1,0 +1,37 @@
+"""torch.compile around a shared model: exact, and one compilation for all packings."""
+
+import pytest
+import torch
+from harness import batches, models, oracle, subject
+from harness.batches import BatchSpec
+from harness.models import ModelSpec
+
+PACKINGS = [BatchSpec("packed", 1, 53, seed=seed) for seed in range(5)]
+CP2 = {"size": 2, "method": "ring"}
+
+
+def compiled_steps(model_spec, config, batch_specs):
+    from torch._dynamo.utils import counters
+
+    model = subject.changed_model(model_spec, config).train()
+    model.compile(backend="aot_eager")
+    results = []
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for spec in batch_specs:
+            model.zero_grad()
+            loss = model(**batches.make(spec).inputs).loss
+            loss.backward()
+            frames = counters["stats"]["unique_graphs"]
+            results.append((loss.item(), {n: g.clone() for n, g in oracle.gradients_of(model).items()}, frames))
+    return results
+
+
+@pytest.mark.parametrize("config", [CP2, {"size": 2, "method": "ulysses"}], ids=["ring", "ulysses"])
+def test_five_packings_are_exact_and_compile_once(workers, config):
+    spec = ModelSpec("llama")
+    ranks = workers(2).run(compiled_steps, spec, config, PACKINGS)
+    graphs = [step[2] for step in ranks[0]]
+    assert graphs[0] > 0, "nothing was compiled"
+    assert graphs == [graphs[0]] * len(PACKINGS), f"recompiled: graphs after each step {graphs}"
+    for index, batch in enumerate(PACKINGS):
+        subject.check([rank[index][:2] for rank in ranks], oracle.truth(spec, batch))

@@ -1,0 +1,74 @@
+"""The JSON key: what is accepted, and the sentence for what is not."""
+
+import base64
+import json
+
+import pytest
+
+from ds_cp.config import ConfigError, find, normalise, read
+
+WRONG = [
+    # (value of the key, what the message must say)
+    (8, r'"context_parallel" is 8, but it must be an object such as \{"size": 8\}'),
+    ({"sise": 8}, r'"context_parallel.sise" is not a key of ds_cp. Did you mean "size"\? Known keys: size, method'),
+    ({"size": 0}, r'"context_parallel.size" is 0; allowed: "auto" or a whole number from 1'),
+    ({"size": -2}, r'"context_parallel.size" is -2'),
+    ({"size": 2.0}, r'"context_parallel.size" is 2.0'),
+    ({"size": True}, r'"context_parallel.size" is true'),
+    ({"size": "8"}, r'"context_parallel.size" is "8"'),
+    ({"method": "rings"}, r'"context_parallel.method" is "rings". Did you mean "ring"\? Allowed: "auto", "ulysses", "ring"'),
+    ({"layout": "zig-zag"}, r'Did you mean "zigzag"'),
+    ({"kernel": "flash"}, r'"context_parallel.kernel" is "flash"'),
+    ({"checks": True}, r'"context_parallel.checks" is true. Allowed: "first_step"'),
+    ({"timeout": 0}, r'"context_parallel.timeout" is 0: input should be greater than 0'),
+    ({"timeout": "long"}, r'"context_parallel.timeout" is "long"'),
+    ({"unverified": "yes"}, r'Allowed: "refuse", "allow"'),
+    ({"ulysses_size": 1.5}, r'"context_parallel.ulysses_size" is 1.5'),
+    ({"size": 3}, r"8 ranks and 3 does not divide 8: .* Legal sizes here: 1, 2, 4, 8\."),
+    ({"size": 16}, r"Legal sizes here: 1, 2, 4, 8"),
+    ({"size": 8, "ulysses_size": 3}, r'"context_parallel.ulysses_size" is 3, but it must divide .* Legal values here: 1, 2, 4, 8'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value, message", WRONG, ids=[json.dumps(value) for value, _ in WRONG])
+def test_a_wrong_key_says_what_is_wrong_and_what_is_allowed(value, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        normalise({"context_parallel": value}, world_size=8)
+    assert str(raised.value).endswith("Nothing was started.")
+
+
+def test_all_wrong_values_are_named_at_once():
+    with pytest.raises(ConfigError, match="size.*\n.*method.*\n.*Nothing"):
+        read({"size": -1, "method": "bogus"})
+
+
+def test_a_job_of_one_rank_is_told_how_to_start_more():
+    with pytest.raises(ConfigError, match="--num_accelerators"):
+        normalise({"context_parallel": {"size": 2}}, world_size=1)
+
+
+def test_auto_size_is_the_world_and_no_auto_is_left_for_other_readers():
+    ds_config = {"context_parallel": {"size": "auto", "method": "auto"}, "train_batch_size": 4}
+    assert normalise(ds_config, 8).size == 8
+    assert ds_config["context_parallel"]["size"] == 8
+    assert "auto" not in json.dumps(ds_config)
+    again = json.loads(json.dumps(ds_config))
+    normalise(again, 8)
+    assert again == ds_config
+
+
+def test_without_the_key_nothing_changes():
+    ds_config = {"train_batch_size": 4}
+    assert normalise(ds_config, 8) is None
+    assert ds_config == {"train_batch_size": 4}
+
+
+def test_the_key_is_found_in_every_form_that_deepspeed_reads(tmp_path):
+    ds_config = {"context_parallel": {"size": 2}}
+    text = json.dumps(ds_config)
+    path = tmp_path / "ds.json"
+    path.write_text("# hjson allows comments\n" + text)
+    for form in (ds_config, text, base64.urlsafe_b64encode(text.encode()).decode(), str(path), path):
+        assert find(form) == {"size": 2}
+    for form in (None, 3, "no/such/file.json", {}, base64.urlsafe_b64encode(b"nothing").decode()):
+        assert find(form) is None

@@ -1,0 +1,60 @@
+"""Every "auto", decided: methods by heads and node, layouts, and the formulas for bytes."""
+
+import pytest
+
+from ds_cp.config import ConfigError, read
+from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
+
+
+def plan(query_heads, key_heads, node=8, **value):
+    return resolve(read(value), ModelFacts("TestModel", ((query_heads, key_heads),)), node, "cpu")
+
+
+CHOICES = [
+    # (heads, node, key) -> (method, ring, ulysses, layout)
+    ((32, 8), 8, {"size": 8}, ("ulysses", 1, 8, "contiguous")),
+    ((32, 2), 8, {"size": 8}, ("ulysses", 1, 8, "contiguous")),
+    ((32, 8), 8, {"size": 16}, ("hybrid", 2, 8, "zigzag")),
+    ((32, 8), 4, {"size": 8}, ("hybrid", 2, 4, "zigzag")),
+    ((12, 4), 8, {"size": 8}, ("hybrid", 2, 4, "zigzag")),
+    ((9, 3), 8, {"size": 2}, ("ring", 2, 1, "zigzag")),
+    ((9, 3), 8, {"size": 6}, ("hybrid", 2, 3, "zigzag")),
+    ((7, 7), 8, {"size": 8}, ("ring", 8, 1, "zigzag")),
+    ((8, 8), 8, {"size": 4, "method": "ring"}, ("ring", 4, 1, "zigzag")),
+    ((8, 8), 8, {"size": 4, "method": "allgather", "layout": "contiguous"}, ("allgather", 4, 1, "contiguous")),
+    ((8, 8), 8, {"size": 4, "method": "hybrid", "ulysses_size": 2}, ("hybrid", 2, 2, "zigzag")),
+    ((8, 8), 8, {"size": 4, "ulysses_size": 2}, ("hybrid", 2, 2, "zigzag")),
+    ((9, 3), 8, {"size": 3, "method": "ulysses"}, ("ulysses", 1, 3, "contiguous")),
+    ((9, 3), 8, {"size": 2, "method": "ulysses"}, ("ulysses", 1, 2, "contiguous")),
+]
+
+
+@pytest.mark.parametrize("heads, node, value, want", CHOICES)
+def test_the_method_follows_from_heads_and_node(heads, node, value, want):
+    got = plan(*heads, node=node, **value)
+    assert (got.method, got.ring, got.ulysses, got.layout) == want
+    assert got.size == value["size"] and got.reasons["method"]
+
+
+REFUSED = [
+    ((9, 3), {"size": 4, "method": "ulysses"}, r'9 query and 3 key/value heads.*"ring", or "hybrid" with "ulysses_size" in \[2\]'),
+    ((7, 7), {"size": 8, "method": "hybrid", "ulysses_size": 8}, r"7 query and 7 key/value heads"),
+    ((5, 1), {"size": 4, "method": "hybrid"}, r'no split of 4 ranks .* Use "ring"'),
+    ((8, 8), {"size": 4, "method": "ring", "ulysses_size": 2}, r'"context_parallel.method" is "ring", which would ignore it'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, value, message", REFUSED)
+def test_a_method_that_the_heads_do_not_allow_names_one_that_they_do(heads, value, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(*heads, **value)
+
+
+def test_bytes_are_the_published_formulas():
+    size, heads, dim, local, item = 8, (32, 8), 128, 1024, 2
+    assert exchanged_bytes(8, 1, local, heads, dim, item) == 7 * 2 * local * 8 * dim * item
+    assert exchanged_bytes(1, 8, local, heads, dim, item) == 7 / 8 * item * local * dim * (64 + 16)
+    few = exchanged_bytes(1, 8, local, (32, 2), dim, item)
+    assert few == 7 / 8 * item * local * dim * (64 + 2 * size)  # two key heads repeated to one per rank
+    both = exchanged_bytes(2, 4, local, heads, dim, item)
+    assert both == 3 / 4 * item * local * dim * 80 + 1 * 2 * (4 * local) * 2 * dim * item

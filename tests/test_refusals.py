@@ -1,0 +1,317 @@
+"""What cannot be exact is refused with a sentence, by all ranks together, before anything is half done."""
+
+import os
+import time
+
+import pytest
+import torch
+from harness import batches, engine, models, subject
+from harness.batches import BatchSpec
+from harness.models import ModelSpec
+
+CP2 = {"size": 2, "method": "ring", "timeout": 5}
+LLAMA = ModelSpec("llama")
+
+
+# ---- models ------------------------------------------------------------------------------------------------
+
+
+def attach(spec, config=CP2):
+    import ds_cp
+
+    model = models.build(spec)
+    before = model.config._attn_implementation, dict(model._forward_hooks), dict(model._forward_pre_hooks)
+    try:
+        ds_cp.context_parallel(model, config)
+    except ValueError:
+        after = model.config._attn_implementation, dict(model._forward_hooks), dict(model._forward_pre_hooks)
+        assert after == before, "half attached"
+        raise
+
+
+MODELS = [
+    ({"attention_dropout": 0.1}, r"attention dropout \(attention_dropout = 0.1\) is not applied yet.*Set it to 0"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+     'rotary embedding of type "dynamic" reads the sequence length from its own shard'),
+    ({"is_causal": False}, "bidirectional attention .* is not handled yet"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" are not handled yet'),
+    ({"output_router_logits": True}, "load-balancing loss of experts"),
+    ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("override, message", MODELS, ids=[next(iter(override)) for override, _ in MODELS])
+def test_a_model_that_would_train_wrong_is_named_with_the_reason(workers, override, message):
+    def with_override():
+        import ds_cp
+
+        model = models.build(LLAMA)
+        for name, value in override.items():
+            if name == "model_type":
+                type(model.config).model_type = value
+            else:
+                setattr(model.config, name, value)
+        implementation = model.config._attn_implementation
+        try:
+            ds_cp.context_parallel(model, CP2)
+        finally:
+            assert model.config._attn_implementation == implementation, "half attached"
+
+    workers(2).run_expecting_error(with_override, f"LlamaForCausalLM cannot be shared exactly:\n- .*{message}")
+
+
+def test_a_model_without_a_transformers_model_inside_is_refused(workers):
+    def plain():
+        import ds_cp
+
+        ds_cp.context_parallel(torch.nn.Sequential(torch.nn.Linear(2, 2)), CP2)
+
+    workers(2).run_expecting_error(plain, "shares the sequences of transformers models, but Sequential holds none")
+
+
+def test_a_second_key_for_the_same_model_is_refused(workers):
+    def twice():
+        import ds_cp
+
+        model = subject.changed_model(LLAMA, CP2)
+        ds_cp.context_parallel(model, CP2)
+        ds_cp.context_parallel(model, CP2 | {"method": "allgather"})
+
+    workers(2).run_expecting_error(twice, "is attached already with another")
+
+
+# ---- batches -----------------------------------------------------------------------------------------------
+
+
+def call_with(change, config=CP2):
+    """One forward, after `change(inputs, rank, model)`."""
+    model = subject.changed_model(LLAMA, config).train()
+    inputs = dict(batches.make(BatchSpec("dense", 1, 37)).inputs)
+    change(inputs, torch.distributed.get_rank(), model)
+    return model(**inputs).loss.item()
+
+
+def full_mask(inputs, rank, model):
+    inputs["attention_mask"] = torch.zeros(1, 1, 37, 37)
+
+
+def mask_of_another_length(inputs, rank, model):
+    inputs["attention_mask"] = torch.ones(1, 36, dtype=torch.long)
+
+
+def want_attentions(inputs, rank, model):
+    inputs["output_attentions"] = True
+
+
+def other_tokens_on_rank_1(inputs, rank, model):
+    inputs["input_ids"] = inputs["input_ids"].roll(rank)
+
+
+def other_labels_on_rank_1(inputs, rank, model):
+    inputs["labels"] = inputs["labels"].roll(rank)
+
+
+def other_length_on_rank_1(inputs, rank, model):
+    inputs["input_ids"] = inputs["input_ids"][:, : 37 - rank]
+    inputs["labels"] = inputs["labels"][:, : 37 - rank]
+
+
+def bad_boundaries_on_rank_1(inputs, rank, model):
+    inputs["cu_seq_lens_q"] = torch.tensor([0, 37 if rank == 0 else 36], dtype=torch.int32)
+
+
+def other_attention(inputs, rank, model):
+    model.set_attn_implementation("sdpa")
+
+
+def dropout_at_run_time(inputs, rank, model):
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+
+
+def layer_that_masks_by_itself(inputs, rank, model):
+    layer = model.model.layers[0].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
+
+
+def layer_with_an_unknown_score_rule(inputs, rank, model):
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, softcap=30.0, **kwargs)
+
+
+BATCHES = [
+    (full_mask, r"attention_mask is a Tensor of shape \(1, 1, 37, 37\): a custom mask of S x S"),
+    (mask_of_another_length, r"attention_mask has shape \(1, 36\) for a batch of 1 x 37 tokens"),
+    (want_attentions, "output_attentions"),
+    (other_tokens_on_rank_1, "ranks of a context-parallel group got different batches in forward 0"),
+    (other_labels_on_rank_1, "got different batches .* DistributedSampler.*dp_size"),
+    (other_length_on_rank_1, r"rank 0: 1 x 37 tokens.* rank 1: 1 x 36 tokens"),
+    (bad_boundaries_on_rank_1, r"cu_seqlens .* must rise .*\(found on rank 1, raised on all of its group\)"),
+    (other_attention, "0 of 2 attention layers went through ds_cp"),
+    (dropout_at_run_time, "LlamaAttention uses attention dropout 0.3, which ds_cp does not apply yet"),
+    (layer_that_masks_by_itself, "LlamaAttention got no mask instead of the mask of the shared sequence"),
+    (layer_with_an_unknown_score_rule, "LlamaAttention passes softcap to its attention"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", BATCHES, ids=[change.__name__ for change, _ in BATCHES])
+def test_a_bad_batch_or_layer_fails_all_ranks_together(workers, change, message):
+    workers(2).run_expecting_error(call_with, message, change)
+
+
+def test_contents_are_compared_on_every_step_when_asked(workers):
+    def second_step_differs(checks):
+        model = subject.changed_model(LLAMA, CP2 | {"checks": checks})
+        inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+        model(**inputs)
+        tokens = inputs["input_ids"].roll(torch.distributed.get_rank())
+        return model(**{**inputs, "input_ids": tokens}).loss.item()
+
+    workers(2).run_expecting_error(second_step_differs, "different batches in forward 1", "every_step")
+    workers(2).run(second_step_differs, "first_step")
+
+
+def test_whole_logits_for_an_unknown_loss_have_a_limit(workers):
+    def without_labels():
+        from ds_cp.patches.transformers import border
+
+        border.LOGITS_LIMIT = 37 * 128 * 4 - 1
+        model = subject.changed_model(LLAMA, CP2)
+        inputs = subject.inputs_without_labels(batches.make(BatchSpec("dense", 1, 37)))
+        assert model(**inputs, logits_to_keep=1).logits.shape[1] == 1
+        model(**inputs)
+
+    workers(2).run_expecting_error(without_labels, "called without labels, so each rank would hold the logits of all 1 x 37")
+
+
+# ---- DeepSpeed's features and batch arithmetic ----------------------------------------------------------------
+
+FEATURES = {
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "expert_parallel": {"expert_parallel": {"enabled": True}},
+    "compile.deepcompile": {"compile": {"deepcompile": True}},
+    "hybrid_engine": {"hybrid_engine": {"enabled": True}},
+    "zero_optimization.mics_shard_size": {"zero_optimization": {"mics_shard_size": 1}},
+    "zero_optimization.zero_quantized_weights": {"zero_optimization": {"zero_quantized_weights": True}},
+    "zero_optimization.zero_quantized_gradients": {"zero_optimization": {"zero_quantized_gradients": True}},
+    "optimizer.type": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}},
+    "curriculum_learning": {"curriculum_learning": {"enabled": True}},
+    "data_efficiency": {"data_efficiency": {"enabled": True}},
+    "elasticity": {"elasticity": {"enabled": True}},
+    "sequence_parallel_size": {"sequence_parallel_size": 2},
+    "gradient_allreduce_op": {"gradient_allreduce_op": "sum"},
+    "zero_optimization.zenflow": {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+    "amp": {"amp": {"enabled": True}},
+}
+
+
+def test_the_table_of_refused_features_is_tested_whole():
+    from ds_cp.patches.deepspeed import FEATURES as refused
+
+    assert {name for name, *_ in refused} == set(FEATURES)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_that_would_train_wrong_is_refused_by_name(feature):
+    from ds_cp.patches.deepspeed import refuse_features
+
+    base = engine.json_config(CP2, 1)
+    refuse_features(base)
+    with pytest.raises(ValueError, match=f'"{feature}" together with "context_parallel" is refused: .*Take one of the two'):
+        refuse_features(base | FEATURES[feature])
+
+
+def start(config, **kwargs):
+    import deepspeed
+
+    engine.activate()
+    return deepspeed.initialize(model=models.build(LLAMA), config=config, **kwargs)
+
+
+def test_initialize_refuses_features_and_an_mpu_before_it_builds_anything(workers):
+    workers(2).run_expecting_error(start, "deepcompile", engine.json_config(CP2, 1) | FEATURES["compile.deepcompile"])
+
+    def with_mpu():
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        start(engine.json_config(CP2, 1), mpu=parallel_state_sp)
+
+    workers(2).run_expecting_error(with_mpu, 'both "context_parallel" and an mpu or mesh')
+
+
+def test_pipeline_modules_are_refused(workers):
+    def pipeline():
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+
+        engine.activate()
+        stages = PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss())
+        deepspeed.initialize(model=stages, config=engine.json_config(CP2, 1))
+
+    workers(2).run_expecting_error(pipeline, "PipelineModule")
+
+
+def test_the_users_batch_size_is_checked_by_groups(workers):
+    wrong = engine.json_config(CP2, 1) | {"train_batch_size": 2}
+    workers(2).run_expecting_error(start, "2 != 1 \\* 1 \\* 1", wrong)
+
+
+def test_switching_off_while_the_key_is_there_is_said_loudly(workers):
+    def switched_off():
+        os.environ["DS_CP_DISABLE"] = "1"
+        with pytest.warns(UserWarning, match="DS_CP_DISABLE is set: NO sequence is shared"):
+            engine.activate()
+            made, *_ = start(engine.json_config(CP2, 1) | {"train_batch_size": 2})
+        return made.module.config._attn_implementation
+
+    assert workers(2).run(switched_off) == ["sdpa", "sdpa"]
+
+
+# ---- ranks that die or hang -------------------------------------------------------------------------------------
+
+
+def rank_1_stops(how, when):
+    model = subject.changed_model(LLAMA, CP2 | {"timeout": 3})
+    inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+    model(**inputs)
+    if torch.distributed.get_rank() == 1 and when == "before the next forward":
+        os._exit(3) if how == "dies" else time.sleep(30)
+    if torch.distributed.get_rank() == 1:
+
+        def stop(*args):
+            os._exit(3) if how == "dies" else time.sleep(30)
+
+        model.model.layers[0].self_attn.o_proj.register_full_backward_hook(stop)
+    model(**inputs).loss.backward()
+
+
+STOPS = [
+    ("dies", "before the next forward", "agreement on the batch of forward 1"),
+    ("dies", "in backward", "'backward "),
+]
+
+
+@pytest.mark.parametrize("how, when, where", STOPS)
+def test_a_rank_whose_neighbour_is_gone_says_so_and_where(workers, how, when, where):
+    message = rf"rank 0 lost its (context-parallel|ring) group \[0, 1\] in .?{where}.*timeout 3 s"
+    workers(2).run_expecting_error(rank_1_stops, message, how, when, dying=[1])
+
+
+def test_a_rank_whose_neighbour_hangs_gives_up_after_the_timeout(workers):
+    def rank_1_hangs():
+        model = subject.changed_model(LLAMA, CP2 | {"timeout": 2})
+        inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+        model(**inputs)
+        if torch.distributed.get_rank() == 1:
+            time.sleep(6)
+            raise RuntimeError("rank 0 lost its context-parallel group [0, 1] (woke up)")
+        start = time.monotonic()
+        try:
+            model(**inputs)
+        finally:
+            assert time.monotonic() - start < 5
+
+    workers(2).run_expecting_error(rank_1_hangs, r"rank 0 lost its context-parallel group \[0, 1\]")

@@ -1,0 +1,227 @@
+"""Hugging Face Trainer under the key: losses, weights, tokens, steps and resuming equal a run without it."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from harness import engine, models
+from harness.models import ModelSpec
+
+LLAMA = ModelSpec("llama")
+ROWS = 12
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of different length, padded by the collator; fixed by their index."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, models.VOCAB, (9 + 5 * (index % 4),), generator=generator)
+
+
+def pad_right(rows):
+    length = max(len(row) for row in rows)
+    ids = torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in rows])
+    mask = torch.stack([torch.arange(length) < len(row) for row in rows]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+class RandomPadder:
+    """A collator that draws random numbers, as masked-language-model collators do."""
+
+    def __call__(self, rows):
+        batch = pad_right(rows)
+        hidden = torch.rand(batch["labels"].shape) < 0.2
+        batch["labels"] = batch["labels"].masked_fill(hidden, -100)
+        return batch
+
+
+def arguments(folder, ds_config, **more):
+    from transformers import TrainingArguments
+
+    defaults = dict(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=1,
+        max_steps=3, logging_steps=1, save_strategy="no", report_to=[], learning_rate=0.5, lr_scheduler_type="constant",
+        max_grad_norm=0.0, seed=7, include_num_input_tokens_seen="non_padding", disable_tqdm=True,
+        optim="sgd", deepspeed=ds_config,
+    )  # fmt: skip
+    return TrainingArguments(**defaults | more)
+
+
+def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, **more):
+    """Train; what was logged, the state, and the weights."""
+    from transformers import Trainer
+
+    engine.activate()
+    model = models.build(spec)  # before the arguments: afterwards zero.Init would shard it while it is made
+    args = arguments(folder, ds_config, **more)
+    trainer = Trainer(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(), data_collator=collator)
+    trainer.train(resume_from_checkpoint=resume)
+    logs = [{k: log.get(k) for k in ("loss", "grad_norm", "step")} for log in trainer.state.log_history if "loss" in log]
+    weights = engine.full_weights(trainer.model_wrapped.module if ds_config else trainer.model)
+    return {
+        "logs": logs,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "epoch": trainer.state.epoch,
+        "total_batch": trainer.get_total_train_batch_size(args),
+        "weights": weights,
+        "eval_loss": trainer.evaluate()["eval_loss"],
+    }
+
+
+def json_for(cp, stage, **more):
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**6,
+    }
+    return config | ({"context_parallel": cp} if cp else {}) | more
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+_plain = {}
+
+
+def plain(workers, folder, ranks, **more):
+    """The run without the key: one process, or data parallelism over `ranks`; kept, for many cases share it."""
+    name = json.dumps([ranks, more], default=str)
+    if name not in _plain:
+        _plain[name] = workers(ranks).run(trained, folder, json_for(None, 1), **more)[0]
+    return _plain[name]
+
+
+def assert_same_training(got, want):
+    for name in ("epoch", "tokens", "total_batch"):
+        assert got[name] == want[name], name
+    assert len(got["logs"]) == len(want["logs"])
+    for one, other in zip(got["logs"], want["logs"]):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+    for name, weight in want["weights"].items():
+        assert (got["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
+
+
+CASES = [
+    # (ranks, key, stage, arguments)
+    (2, {"size": 2}, 2, {}),
+    (2, {"size": "auto", "method": "ring"}, 3, {"gradient_accumulation_steps": 3}),
+    (4, {"size": 2, "method": "ring"}, 2, {"gradient_accumulation_steps": 2}),
+    (4, {"size": 2}, 3, {}),
+    (2, {"size": 2}, 1, {"gradient_checkpointing": True, "num_train_epochs": 1, "max_steps": -1}),
+]
+
+
+@pytest.mark.parametrize("ranks, cp, stage, more", CASES)
+def test_logged_losses_tokens_and_weights_equal_a_run_without_the_key(workers, folder, ranks, cp, stage, more):
+    want = plain(workers, folder, ranks // 2, **more)
+    results = workers(ranks, timeout=110).run(trained, folder, json_for(cp, stage), **more)
+    for result in results:
+        assert_same_training(result, want)
+
+
+def test_random_collators_in_loader_workers_agree_inside_a_group(workers, folder):
+    more = dict(dataloader_num_workers=2, collator=RandomPadder())
+    every_step = {"size": 2, "checks": "every_step"}
+    for result in workers(4, timeout=110).run(trained, folder, json_for(every_step, 2), **more):
+        assert len(result["logs"]) == 3
+
+
+def test_training_resumes_from_its_checkpoint(workers, folder):
+    def interrupted():
+        own = folder / "resumed"
+        config = json_for({"size": 2, "method": "ring"}, 2)
+        whole = trained(own, config, max_steps=4, save_strategy="steps", save_steps=2)
+        again = trained(own, config, max_steps=4, resume=str(own / "checkpoint-2"))
+        return whole, again, json.loads((own / "checkpoint-2" / "config.json").read_text())
+
+    for whole, again, saved in workers(2, timeout=110).run(interrupted):
+        assert [log["step"] for log in again["logs"]][-2:] == [3, 4]
+        for name, weight in whole["weights"].items():
+            assert torch.allclose(again["weights"][name], weight, rtol=1e-6, atol=1e-8), name
+        assert "ds_cp" not in json.dumps(saved)
+
+
+def test_from_pretrained_inside_zero_init_holds_a_shard_of_each_parameter(workers, folder):
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    saved = folder / "saved"
+    models.build(LLAMA).save_pretrained(saved)
+    unset_hf_deepspeed_config()
+
+    def zero_init():
+        from transformers import AutoModelForCausalLM, Trainer
+
+        engine.activate()
+        args = arguments(folder, json_for({"size": 2}, 3))
+        model = AutoModelForCausalLM.from_pretrained(saved)
+        parts = {p.ds_tensor.numel() / p.ds_numel for p in model.parameters()}
+        trainer = Trainer(model=model, args=args, train_dataset=Rows(), data_collator=pad_right)
+        trainer.train()
+        return max(parts), [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    want = plain(workers, folder, 1)
+    for largest_part, losses in workers(2, timeout=110).run(zero_init):
+        assert largest_part < 0.6
+        assert losses == pytest.approx([log["loss"] for log in want["logs"]], rel=2e-5)
+
+
+def test_accelerate_gives_the_ranks_of_a_group_the_same_batches(workers):
+    def batches_seen():
+        from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+        from torch.utils.data import DataLoader
+
+        engine.activate()
+        PartialState(cpu=True)
+        plugin = DeepSpeedPlugin(hf_ds_config=json_for({"size": 2}, 2, train_micro_batch_size_per_gpu=2,
+                                                       gradient_accumulation_steps=1))  # fmt: skip
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        model = models.build(LLAMA)
+        loader = DataLoader(Rows(), batch_size=2, collate_fn=pad_right)
+        model, loader = accelerator.prepare(model, loader)
+        losses = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+        return losses, model.train_batch_size()
+
+    results = workers(4, timeout=110).run(batches_seen)
+    assert results[0] == results[1] and results[2] == results[3]
+    assert results[0][0] != results[2][0]
+    assert len(results[0][0]) == ROWS // 2 // 2
+    assert results[0][1] == 2 * 2
+
+
+def test_deepspeeds_own_loader_samples_by_group(workers):
+    def samples():
+        import deepspeed
+
+        engine.activate()
+        made, _, loader, _ = deepspeed.initialize(
+            model=models.build(LLAMA),
+            config=engine.json_config({"size": 2}, 1, dp=2),
+            training_data=Rows(),
+            collate_fn=pad_right,
+        )
+        return [batch["input_ids"].tolist() for batch in loader]
+
+    first, second, third, fourth = workers(4).run(samples)
+    assert first == second and third == fourth
+    assert len(first) == ROWS // 2
+    assert len({json.dumps(batch) for batch in first + third}) == ROWS
