@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
+from ds_cp.attention.score import Score
 from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
 from ds_cp.collectives import gather_sequence
 from ds_cp.layout import Layout
@@ -65,7 +66,7 @@ class Region:
         return self._schedules[rule]
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, score: Score
     ) -> torch.Tensor:
         """Attention of this rank's queries over the whole sequence.
 
@@ -74,7 +75,7 @@ class Region:
             key: [B, h, L, d].
             value: [B, h, L, dv].
             rule: the layer's mask inside a document.
-            scale: factor on q k^T.
+            score: what happens to q k^T before the softmax.
 
         Returns:
             [B, H, L, dv].
@@ -84,8 +85,8 @@ class Region:
         if ulysses.size > 1:
             query, key, value = split_heads(query, key, value, split, ulysses)
         make_exchange = partial(self._exchange, self.schedule(rule))
-        kernel = kernels.get(self.plan.kernel, query.device.type, query.dtype)
-        out = attend(query, key, value, make_exchange, kernel, scale)
+        kernel = kernels.choose(self.plan.kernel, query, value, score)
+        out = attend(query, key, value, make_exchange, kernel, score)
         return join_heads(out, split, ulysses) if ulysses.size > 1 else out
 
     def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:

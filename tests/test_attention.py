@@ -9,6 +9,7 @@ from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.merge import merge
+from ds_cp.attention.score import Score
 from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
 from ds_cp.layout import Layout
 from ds_cp.mask import CAUSAL, OPEN, Documents, Rule, schedule
@@ -60,8 +61,8 @@ def shared_attention(q, k, v, grad_out, documents, rule, layout, kernel_name, ah
     def rank(group: Group):
         local = [layout.shard(x, 2, group.rank).requires_grad_() for x in (q, k, v)]
         steps = schedule(segments, layout, group.rank)
-        kernel = kernels.get(kernel_name, "cpu", q.dtype)
-        out = attend(*local, lambda word: PeerExchange(group, steps, ahead, word), kernel, scale)
+        kernel = kernels.choose(kernel_name, q, v, Score(scale))
+        out = attend(*local, lambda word: PeerExchange(group, steps, ahead, word), kernel, Score(scale))
         out.backward(layout.shard(grad_out, 2, group.rank))
         return [out.detach(), *(x.grad for x in local)], group.sent
 

@@ -196,6 +196,17 @@ def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
 
 
 @every_way
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+def test_scores_whose_exponentials_overflow_are_exact(workers, way, kernel):
+    """Rows of scores move by hundreds, up or down: e to that power is infinite or zero even in fp64."""
+    model, spec = ModelSpec("gpt2", kv_heads=8, score_offset=500.0), BatchSpec("packed", 3, 53)
+    arguments = (model, config_of(*way, kernel), [spec], torch.float64)
+    subject.check(
+        workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(model, spec), torch.float64
+    )
+
+
+@every_way
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
 def test_two_forwards_may_precede_one_backward(workers, way, checkpointing):
     specs = [BatchSpec("dense", 3, 37), BatchSpec("packed", 1, 53)]

@@ -12,6 +12,7 @@ import torch
 from ds_cp.attention.exchange import Exchange
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.merge import merge
+from ds_cp.attention.score import Score
 from ds_cp.mask import Step, Tile
 
 MakeExchange = Callable[[str], Exchange]
@@ -24,7 +25,7 @@ def attend(
     value: torch.Tensor,
     make_exchange: MakeExchange,
     kernel: Kernel,
-    scale: float,
+    score: Score,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the group's keys.
 
@@ -34,17 +35,17 @@ def attend(
         value: [B, h, L, dv].
         make_exchange: how rows travel; its schedule holds the tiles.
         kernel: runs the tiles.
-        scale: factor on q k^T.
+        score: what happens to q k^T before the softmax.
 
     Returns:
         [B, H, L, dv] in the query's dtype; rows that see no key are 0.
     """
-    return _Attention.apply(query, key, value, make_exchange, kernel, scale)
+    return _Attention.apply(query, key, value, make_exchange, kernel, score)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, make_exchange, kernel, scale):
+    def forward(ctx, query, key, value, make_exchange, kernel, score):
         batch, heads, length, _ = query.shape
         precise = torch.promote_types(query.dtype, torch.float32)
         # [B, L, H, dv] underneath, so that the model's transpose back is free
@@ -54,11 +55,11 @@ class _Attention(torch.autograd.Function):
             k, v = _as_heads(rows, key.size(-1))
             for tile in _native(step, kernel):
                 q_index, k_index = _indices(tile)
-                part, part_lse = kernel.forward(query[q_index], k[k_index], v[k_index], tile, scale)
+                part, part_lse = kernel.forward(query[q_index], k[k_index], v[k_index], tile, score)
                 merge(out[q_index], lse[q_index[:3]], part, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.make_exchange, ctx.kernel, ctx.scale = make_exchange, kernel, scale
+        ctx.make_exchange, ctx.kernel, ctx.score = make_exchange, kernel, score
         return out
 
     @staticmethod
@@ -76,7 +77,7 @@ class _Attention(torch.autograd.Function):
                 q_index, k_index = _indices(tile)
                 parts = kernel.backward(
                     grad_out[q_index], query[q_index], k[k_index], v[k_index], out[q_index], lse[q_index[:3]],
-                    tile, ctx.scale,
+                    tile, ctx.score,
                 )  # fmt: skip
                 for total, index, part in zip((dq, dk, dv), (q_index, k_index, k_index), parts):
                     total[index] += part

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
+from ds_cp.attention.score import Score
 from ds_cp.mask import CAUSAL, Rule
 from ds_cp.region import BatchError, MaskDescriptor, current
 
@@ -110,7 +111,7 @@ def attention_forward(
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
     region = attention_mask.region
     region.attended.add(id(module))
-    out = region.attend(query, key, value, attention_mask.rule, scale)
+    out = region.attend(query, key, value, attention_mask.rule, Score(scale))
     return out.transpose(1, 2), None
 
 

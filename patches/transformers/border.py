@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any, Mapping
@@ -111,9 +112,8 @@ def attachment(model: torch.nn.Module) -> Attachment | None:
 
 
 def _ranks_per_node(device: str) -> int:
-    import os
-
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0) or (
+    # LOCAL_SIZE is the DeepSpeed launcher's; accelerate on CPU sets LOCAL_WORLD_SIZE to 1 whatever runs
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or (
         torch.distributed.get_world_size() if device == "cpu" else get_accelerator().device_count()
     )
 

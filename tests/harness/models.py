@@ -3,7 +3,7 @@
 import copy
 import inspect
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,7 +42,10 @@ class ModelSpec:
     kv_heads: int = 2
     layers: int = 2
     seed: int = 0
-    overrides: tuple = field(default=())  # pairs (config key, value)
+    overrides: tuple = ()  # pairs (config key, value)
+    score_offset: float = (
+        0.0  # added to gpt2's key biases: rows of scores move, their softmax does not
+    )
 
 
 def build(spec, dtype=torch.float32, attention=None):
@@ -60,6 +63,8 @@ def build(spec, dtype=torch.float32, attention=None):
     extra = {} if attention is None else {"attn_implementation": attention}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
     _make_every_parameter_matter(model)
+    if spec.score_offset:
+        _offset_scores(model, spec.score_offset)
     return model.to(dtype)
 
 
@@ -74,6 +79,13 @@ def _make_every_parameter_matter(model):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def _offset_scores(model, offset):
+    with torch.no_grad():
+        for layer in model.transformer.h:
+            _, key_bias, _ = layer.attn.c_attn.bias.chunk(3)
+            key_bias.add_(offset)
 
 
 class TransformersInDouble(TorchFunctionMode):

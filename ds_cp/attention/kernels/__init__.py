@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Protocol
+from typing import Callable, Iterable, Protocol
 
 import torch
 
+from ds_cp.attention.score import Score
 from ds_cp.mask import Tile
 
 
@@ -18,11 +19,14 @@ class Kernel(Protocol):
 
     name: str
 
+    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+        """Whether this kernel runs tensors of this device, dtype and head dims under this score rule."""
+
     def lower(self, tile: Tile) -> Iterable[Tile]:
         """Split a tile into tiles whose bands this kernel runs natively."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, m, dv], lse) of the tile's band."""
 
@@ -35,21 +39,22 @@ class Kernel(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
         tile: Tile,
-        scale: float,
+        score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tile's share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
 
 
-def get(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """The kernel for one call.
+def choose(name: str, q: torch.Tensor, v: torch.Tensor, score: Score) -> Kernel:
+    """The kernel for one call: the plan's where it takes the call, else the reference formulas.
 
     Args:
-        name: the plan's kernel, ``"torch"`` or ``"reference"``.
-        device: ``"cpu"``, ``"cuda"``, ...
-        dtype: of q, k and v. The CUDA flash pair takes 16-bit types only; fp32 there runs by the reference formulas.
+        name: the plan's kernel.
+        q, v: of the call; device, dtype and head dims decide.
+        score: the layer's score rule.
     """
     from ds_cp.attention.kernels.reference import ReferenceKernel
     from ds_cp.attention.kernels.torch_flash import TorchKernel
 
-    fused = device == "cpu" or dtype in (torch.bfloat16, torch.float16)
-    return TorchKernel() if name == "torch" and fused else ReferenceKernel()
+    candidates: dict[str, Callable[[], Kernel]] = {"torch": TorchKernel, "reference": ReferenceKernel}
+    kernel = candidates[name]()
+    return kernel if kernel.takes(q, v, score) else ReferenceKernel()

@@ -6,6 +6,7 @@ from typing import Iterable
 
 import torch
 
+from ds_cp.attention.score import Score
 from ds_cp.mask import OPEN, Tile
 
 
@@ -17,27 +18,30 @@ class ReferenceKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return (tile,)
 
-    def forward(self, q, k, v, tile, scale):
-        scores = self._scores(q, k, tile, scale)
+    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+        return True
+
+    def forward(self, q, k, v, tile, score):
+        scores = self._scores(q, k, tile, score)
         lse = torch.logsumexp(scores, dim=-1)
         probabilities = torch.exp(scores - lse.unsqueeze(-1))
         return _by_group(probabilities, v.to(probabilities.dtype)), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, tile, scale):
-        probabilities = torch.exp(self._scores(q, k, tile, scale) - lse.unsqueeze(-1))
+    def backward(self, grad_out, q, k, v, out, lse, tile, score):
+        probabilities = torch.exp(self._scores(q, k, tile, score) - lse.unsqueeze(-1))
         q, k, v, grad_out, out = (x.to(probabilities.dtype) for x in (q, k, v, grad_out, out))
         d_scores = probabilities * (
             _by_group(grad_out, v.transpose(-1, -2)) - (grad_out * out).sum(-1, keepdim=True)
         )
-        dq = _by_group(d_scores, k) * scale
-        dk = _sum_groups(d_scores.transpose(-1, -2) @ q, k.size(1)) * scale
+        dq = _by_group(d_scores, k) * score.scale
+        dk = _sum_groups(d_scores.transpose(-1, -2) @ q, k.size(1)) * score.scale
         dv = _sum_groups(probabilities.transpose(-1, -2) @ grad_out, v.size(1))
         return dq, dk, dv
 
     @staticmethod
-    def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
+    def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, score: Score) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = _by_group(q.to(dtype), k.to(dtype).transpose(-1, -2)) * scale
+        scores = _by_group(q.to(dtype), k.to(dtype).transpose(-1, -2)) * score.scale
         if tile.lo > -OPEN or tile.hi < OPEN:
             i = torch.arange(q.size(-2), device=q.device).unsqueeze(-1)
             j = torch.arange(k.size(-2), device=q.device)

@@ -7,6 +7,7 @@ from typing import Iterable
 import torch
 import torch.nn.functional as F
 
+from ds_cp.attention.score import Score
 from ds_cp.mask import OPEN, Tile, lower
 
 aten = torch.ops.aten
@@ -23,17 +24,20 @@ class TorchKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return lower(tile)
 
-    def forward(self, q, k, v, tile, scale):
+    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+        return q.device.type == "cpu" or (q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) <= 256)
+
+    def forward(self, q, k, v, tile, score):
         flip = tile.lo == 0
         if flip:
             q, k, v = _flipped(q, k, v)
         width = v.size(-1)
         v = _padded(v, q.size(-1))
-        out, lse = (_forward_cuda if q.is_cuda else _forward_cpu)(q, k, v, tile.hi < OPEN or flip, scale)
+        out, lse = (_forward_cuda if q.is_cuda else _forward_cpu)(q, k, v, tile.hi < OPEN or flip, score.scale)
         out = out[..., :width]
         return _flipped(out, lse.unsqueeze(-1), squeeze=True) if flip else (out, lse)
 
-    def backward(self, grad_out, q, k, v, out, lse, tile, scale):
+    def backward(self, grad_out, q, k, v, out, lse, tile, score):
         flip = tile.lo == 0
         if flip:
             grad_out, q, k, v, out = _flipped(grad_out, q, k, v, out)
@@ -41,7 +45,7 @@ class TorchKernel:
         width = v.size(-1)
         grad_out, v, out = (_padded(x, q.size(-1)) for x in (grad_out, v, out))
         grads = (_backward_cuda if q.is_cuda else _backward_cpu)(
-            grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, scale
+            grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, score.scale
         )
         dq, dk, dv = _flipped(*grads) if flip else grads
         return dq, dk, dv[..., :width]
