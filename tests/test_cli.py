@@ -1,0 +1,47 @@
+"""The command line: it decides without starting anything, and says what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import models
+from harness.models import ModelSpec
+
+
+def ds_cp(*arguments, **environment):
+    command = [sys.executable, "-c", "from ds_cp.cli import main; main()", *map(str, arguments)]
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    models.build(ModelSpec("llama", 9, 3)).config.save_pretrained(folder)
+    return folder
+
+
+def test_plan_says_what_was_decided_and_why(checkpoint, tmp_path):
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"context_parallel": {"size": 2}}))
+    code, text = ds_cp("plan", checkpoint, "--config", config, "--world", "4", "--seq-len", "4096")
+    assert code == 0, text
+    assert "4 = dp 2 x ring 2 x ulysses 1" in text
+    assert "ring (9 query and 3 key/value heads do not split over the ranks of a node)" in text
+    assert "2,048 of 4,096" in text and "0.75 are needed" in text
+
+
+def test_plan_refuses_like_a_run_would(checkpoint, tmp_path):
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"context_parallel": {"size": 4, "method": "ulysses"}}))
+    code, text = ds_cp("plan", checkpoint, "--config", config)
+    assert code == 1 and '"context_parallel" asks for ulysses over 4 ranks' in text and "Traceback" not in text
+
+
+def test_doctor_sees_a_switched_off_activation():
+    assert ds_cp("doctor")[0] == 0
+    code, text = ds_cp("doctor", "--strict", DS_CP_DISABLE="1")
+    assert code == 1 and "the key would be ignored" in text
