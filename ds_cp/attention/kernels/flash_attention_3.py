@@ -1,0 +1,79 @@
+"""FlashAttention 3 (Shah et al. 2024), for Hopper: the module flash_attn_interface, built from the hopper folder of the
+flash-attention repository (it is on no package index).
+
+One private pair serves dense and varlen. Its arguments were renamed once: ``window_size`` became two numbers, ``out``
+``out_`` and, in the backward, ``causal`` ``is_causal``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ds_cp.attention.kernels.binding import bind
+from ds_cp.attention.kernels.flash import FlashKernel, empty_like
+from ds_cp.attention.kernels.windows import Launch
+from ds_cp.attention.score import Score
+
+MODULE = "flash_attn_interface"
+
+COMMON = ("q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size", "window_size_left", "window_size_right",
+          "softcap", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # fmt: skip
+UNUSED = ("k_new", "v_new", "qv", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx", "leftpad_k",
+          "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
+FORWARD = (*COMMON, *UNUSED, "out", "out_")
+BACKWARD = (*COMMON, "dout", "out", "softmax_lse", "dq", "dk", "dv", "sequed_q", "sequed_k", "deterministic")
+NEEDS = ("q", "k", "v", "softmax_scale", "window_size|window_size_left", "window_size|window_size_right",
+         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # fmt: skip
+GRADS = ("dout", "out", "softmax_lse", "dq", "dk", "dv")
+
+
+class FlashAttention3(FlashKernel):
+    """Hopper.
+
+    Args:
+        module: stands in for the package, in tests.
+    """
+
+    name = "flash_attention_3"
+    extras = frozenset({"softcap"})
+
+    def __init__(self, module: ModuleType | None = None):
+        module = module or importlib.import_module(MODULE)
+        self._forward = bind(module._flash_attn_forward, FORWARD, NEEDS)
+        self._backward = bind(module._flash_attn_backward, BACKWARD, NEEDS + GRADS)
+
+    def run_forward(self, q, k, v, launch, score):
+        unused = dict.fromkeys((*UNUSED, "out", "out_"))
+        out, lse, *_ = self._forward(q=q, k=k, v=v, **unused, **_arguments(launch, score))
+        return out, lse
+
+    def run_backward(self, grad_out, q, k, v, out, lse, launch, score):
+        dq, dk, dv = empty_like(q, k, v)
+        self._backward(
+            dout=grad_out, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, sequed_q=None, sequed_k=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_arguments(launch, score),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
+    """What forward and backward share, under every name that a version knows."""
+    causal = (launch.left, launch.right) == (-1, 0)
+    several = launch.cu_q is not None
+    return {
+        "softmax_scale": score.scale,
+        "causal": causal,
+        "is_causal": causal,
+        "window_size": (launch.left, launch.right),
+        "window_size_left": launch.left,
+        "window_size_right": launch.right,
+        "softcap": score.softcap or 0.0,
+        "cu_seqlens_q": launch.cu_q,
+        "cu_seqlens_k": launch.cu_k,
+        "max_seqlen_q": launch.max_q if several else None,
+        "max_seqlen_k": launch.max_k if several else None,
+    }
