@@ -45,3 +45,24 @@ def test_doctor_sees_a_switched_off_activation():
     assert ds_cp("doctor")[0] == 0
     code, text = ds_cp("doctor", "--strict", DS_CP_DISABLE="1")
     assert code == 1 and "the key would be ignored" in text
+
+
+def test_verify_compares_every_method_and_stage_with_one_process():
+    code, text = ds_cp("verify", "qwen3")
+    assert code == 0, text
+    assert text.count("exact") == 14 and "WRONG" not in text
+
+
+def test_verify_says_why_a_model_is_refused():
+    code, text = ds_cp("verify", "bloom")
+    assert code == 1 and "does not go through transformers' attention interface" in " ".join(text.split())
+
+
+def test_bench_prints_ratios_and_counts_bytes(tmp_path):
+    output = tmp_path / "bench.json"
+    code, text = ds_cp("bench", "--seq-len", "256", "--repeats", "1", "--output", output)
+    assert code == 0, text
+    rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
+    assert set(rows) == {"one process", "ring", "allgather", "ulysses"}
+    assert rows["ring"]["sent"] == 0.75 * rows["ring"]["full"]
+    assert rows["ulysses"]["sent"] == rows["ulysses"]["full"]

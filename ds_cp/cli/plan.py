@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ds_cp import balance
 from ds_cp import config as key
 from ds_cp.mask import CAUSAL, Documents, count, schedule
-from ds_cp.layout import Layout
 from ds_cp.planner import ModelFacts, Plan, exchanged_bytes, resolve
 
 
@@ -41,18 +41,19 @@ def plan(
 
 
 def _table(plan: Plan, world: int, seq_len: int, heads: tuple[int, int], head_dim: int, item: int) -> Table:
-    layout = Layout(seq_len, plan.ring, plan.ulysses, plan.layout)
+    document = Documents.find(1, seq_len)
+    layout = balance.choose(seq_len, plan.ring, plan.ulysses, plan.layout, plan.packed_layout, document)
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("world", f"{world} = dp {world // plan.size} x ring {plan.ring} x ulysses {plan.ulysses}")
-    for name in ("method", "layout", "kernel"):
-        table.add_row(name, f"{getattr(plan, name)} ({plan.reasons[name]})")
+    for name, decided in (("method", plan.method), ("layout", plan.layout_text), ("kernel", plan.kernel)):
+        table.add_row(name, f"{decided} ({plan.reasons[name]})")
     table.add_row("tokens per rank", f"{layout.local_len:,} of {seq_len:,} (padded to {layout.padded_len:,})")
     full = exchanged_bytes(plan.ring, plan.ulysses, layout.local_len, heads, head_dim, item)
     table.add_row("sent per layer, forward", f"{full / 2**20:,.1f} MiB per rank if every rank needed every key")
     if plan.ring > 1:
-        segments = Documents.find(1, seq_len).segments(CAUSAL)
+        segments = document.segments(CAUSAL)
         rows = [sum(count(s.target_rows) for s in schedule(segments, layout, r)[1:]) for r in range(plan.ring)]
         share = sum(rows) / (plan.ring * (plan.ring - 1) * layout.local_len * plan.ulysses)
         table.add_row("of the ring's rows", f"{share:.2f} are needed by one causal document")

@@ -1,0 +1,137 @@
+"""Tiny configs of real model types: the same kinds of layers, small enough to compare on any machine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+LAYERS, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 2, 8, 2, 8, 128
+
+SIZES: dict[str, int | float | None] = {
+    # widths
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "attention_hidden_size"), HEADS * HEAD_DIM),
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "d_inner", "input_hidden_size"), HEADS * HEAD_DIM),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "d_ff", "intermediate_size_mlp", "shared_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("hidden_size_per_layer_input", "moe_latent_size"), 16),
+    # depths
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS),
+    # heads
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads",), HEADS),
+    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "swa_head_dim", "global_head_dim"), HEAD_DIM),
+    # multi-head latent attention
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD_DIM),
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_layer_start_index"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    # tokens and positions
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCAB),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 256),
+    **{name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"))},
+    **{name: VOCAB - 2 - i for i, name in enumerate(("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id"))},
+    "original_max_position_embeddings": 64,
+    # masks
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention_window", "window_size"), 6),
+    "initializer_range": 0.15,
+    "num_kv_shared_layers": 0,
+}
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob",
+            "resid_pdrop", "embd_pdrop", "dropout", "activation_dropout", "embedding_dropout", "layerdrop",
+            "resid_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise", "embed_dropout", "classifier_dropout", "dropout_rate", "ffn_dropout")  # fmt: skip
+
+KEY_HEAD_NAMES = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
+                  "num_global_key_value_heads")  # fmt: skip
+
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+NESTED = ("text_config", "decoder", "llm_config", "language_config", "thinker_config", "attn_config", "ffn_config")
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    # what the general rules cannot know, by model type
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": 16},
+    "gemma3n_text": {"intermediate_size": [96, 96], "num_kv_shared_layers": 0},
+    "gemma4_text": {"per_layer_config": {}},
+    "nemotron": {"head_dim": HEAD_DIM},
+    "zaya": {"num_experts_per_tok": 1},
+    "longcat_flash": {"head_dim": 2 * HEAD_DIM},
+    "reformer": {"is_decoder": True},
+    "bert": {"is_decoder": True},
+    "xlnet": {"d_head": HEAD_DIM},
+}
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    """A config of the type with small sizes, no dropout, and both kinds of layers where the type mixes two.
+
+    Args:
+        model_type: a key of transformers' CONFIG_MAPPING.
+        overrides: last word on any key.
+    """
+    from transformers import CONFIG_MAPPING
+
+    return shrink(CONFIG_MAPPING[model_type](), **overrides)
+
+
+def shrink(config: Any, **overrides: Any) -> Any:
+    """The same for an existing config: what it says of kinds of layers stays, sizes become small."""
+    small = {name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_"))}
+    _shrink_dict(small)
+    small.update(SPECIAL.get(config.model_type, {}))
+    small.update(overrides)
+    small.pop("model_type", None)
+    return type(config)(**small)
+
+
+def _shrink_dict(small: dict[str, Any]) -> None:
+    depth = next((small[name] for name in DEPTHS if isinstance(small.get(name), int)), None)
+    query_heads = next((small[n] for n in ("num_attention_heads", "n_head", "num_heads") if small.get(n)), None)
+    kept = _kept_layers(small, depth)
+    for name, value in list(small.items()):
+        if isinstance(value, dict) and name in NESTED:
+            _shrink_dict(value)
+        elif isinstance(value, list) and depth and len(value) == depth > LAYERS:
+            small[name] = [value[i] for i in kept]
+        elif isinstance(value, dict) and depth and value and all(str(key).isdigit() for key in value):
+            small[name] = {}
+        elif name in KEY_HEAD_NAMES and isinstance(value, int):
+            small[name] = HEADS if value == query_heads else (1 if value == 1 else KEY_HEADS)
+        elif name in DROPOUTS and isinstance(value, float):
+            small[name] = 0.0
+        elif name == "head_dim":
+            small[name] = HEAD_DIM
+        elif name in SIZES and value is not None and not isinstance(value, (list, bool)):
+            small[name] = SIZES[name]
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(small.get(name), dict):
+            small[name] = _shrink_rope(small[name])
+
+
+def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    rope = copy.deepcopy(rope)
+    for node in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        for name in ("short_factor", "long_factor"):
+            if name in node:
+                node[name] = node[name][: HEAD_DIM // 2]
+        if "mrope_section" in node:
+            node["mrope_section"] = [2, 1, 1]
+        if "original_max_position_embeddings" in node:
+            node["original_max_position_embeddings"] = 64
+    return rope
+
+
+def _kept_layers(small: dict[str, Any], depth: int | None) -> list[int]:
+    """Which layers to keep: the first of each of two kinds where the model mixes kinds."""
+    lists = [value for value in small.values() if isinstance(value, list) and depth and len(value) == depth]
+    kinds = next((value for value in lists if len({str(kind) for kind in value}) > 1), None)
+    if kinds is None:
+        return list(range(LAYERS))
+    return [0, next(i for i, kind in enumerate(kinds) if kind != kinds[0])]
