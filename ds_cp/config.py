@@ -31,7 +31,7 @@ class ContextParallelConfig(BaseModel):
     size: Union[int, Auto] = Field("auto", description="ranks that share one sequence")
     method: Literal["auto", "ulysses", "ring", "hybrid", "allgather"] = "auto"
     ulysses_size: Union[int, Auto] = Field("auto", description="hybrid: ulysses x ring = size")
-    layout: Literal["auto", "zigzag", "contiguous"] = "auto"
+    layout: Literal["auto", "zigzag", "contiguous", "balanced"] = "auto"
     kernel: Literal["auto", "torch", "reference"] = "auto"
     checks: Literal["first_step", "every_step", "off"] = "first_step"
     timeout: float = Field(600.0, gt=0, description="seconds a rank waits for its group before it fails")

@@ -1,7 +1,7 @@
 """Which token is where: the only file that knows how a sequence is cut.
 
-A sequence of ``S`` tokens is padded to ``S'`` and shared twice: by the *ring axis* (zigzag or contiguous), and each
-ring shard again by the *ulysses axis*, in contiguous pieces, so that the all-to-all over ulysses restores the ring
+A sequence of ``S`` tokens is padded to ``S'`` and shared twice: by the *ring axis* (zigzag, contiguous or cut for one
+batch by :mod:`ds_cp.balance`), and each ring shard again by the *ulysses axis*, in contiguous pieces, so that the all-to-all over ulysses restores the ring
 shard's own order. A rank's tokens are a few *runs*, half-open ranges of global positions, in increasing order: the map
 from local index to global position is monotone, and masks rely on it.
 """
@@ -26,13 +26,19 @@ class Layout:
         ring: ranks on the ring axis.
         ulysses: ranks on the ulysses axis.
         name: ``"zigzag"`` (ring rank r holds chunks r and 2R-1-r of 2R, equal causal work on every rank and at every
-            step) or ``"contiguous"``.
+            step), ``"contiguous"`` or ``"balanced"``.
+        cut: for ``"balanced"``, what ``ring_runs`` shall be.
     """
 
     seq_len: int
     ring: int
     ulysses: int
     name: str = "zigzag"
+    cut: tuple[tuple[Run, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name == "balanced") != (self.cut is not None):
+            raise ValueError(f'a cut belongs to the layout "balanced" and to no other, got "{self.name}" and {self.cut}')
 
     @cached_property
     def chunks(self) -> int:
@@ -53,6 +59,8 @@ class Layout:
     @cached_property
     def ring_runs(self) -> tuple[tuple[Run, ...], ...]:
         """For each ring rank the runs of global positions that its ring shard holds."""
+        if self.cut is not None:
+            return self.cut
         chunk = self.padded_len // self.chunks
 
         def run(i: int) -> Run:
@@ -92,10 +100,13 @@ class Layout:
     @cached_property
     def unshard_index(self) -> torch.Tensor:
         """For each global position below S its index in the concatenation of all ranks' shards, [S], int64, CPU."""
-        position = torch.cat(
-            [torch.arange(*run) for rank in range(self.ring * self.ulysses) for run in self.runs(rank)]
-        )
-        return torch.argsort(position)[: self.seq_len]
+        index = torch.empty(self.padded_len, dtype=torch.int64)
+        offset = 0
+        for ring_runs in self.ring_runs:  # the shards of its ulysses ranks, side by side, are the ring rank's
+            for start, stop in ring_runs:
+                torch.arange(offset, offset + stop - start, out=index[start:stop])
+                offset += stop - start
+        return index[: self.seq_len]
 
 
 def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:

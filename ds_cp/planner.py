@@ -28,18 +28,26 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model's sequences are shared. ``size = ring x ulysses``; ``reasons`` says why, per field."""
+    """How one model's sequences are shared. ``size = ring x ulysses``; ``reasons`` says why, per field.
+
+    ``packed_layout`` is for batches with several documents in a row, where it pays; ``layout`` for all others.
+    """
 
     size: int
     ring: int
     ulysses: int
     method: str
     layout: str
+    packed_layout: str
     kernel: str
     checks: str
     timeout: float
     unverified: str
     reasons: Mapping[str, str]
+
+    @property
+    def layout_text(self) -> str:
+        return self.layout if self.packed_layout == self.layout else f"{self.layout}; {self.packed_layout} for packed rows"
 
     @property
     def ahead(self) -> int:
@@ -64,14 +72,14 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
     method, ulysses, why = _method(config, facts, node_size)
     ring = size // ulysses
     reasons = {"method": why}
-    layout = config.layout
-    if layout == "auto":
-        layout = "zigzag" if ring > 1 else "contiguous"
-        reasons["layout"] = (
-            "equal causal work on every ring rank" if ring > 1 else "one ring shard holds the whole sequence in order"
-        )
-    else:
-        reasons["layout"] = "as configured"
+    layout = packed_layout = config.layout
+    reasons["layout"] = "as configured"
+    if layout == "auto" and ring > 1:
+        layout, packed_layout = "zigzag", "balanced"
+        reasons["layout"] = "equal causal work on every ring rank"
+    elif layout == "auto":
+        layout = packed_layout = "contiguous"
+        reasons["layout"] = "one ring shard holds the whole sequence in order"
     kernel = "torch" if config.kernel == "auto" else config.kernel
     reasons["kernel"] = (
         "as configured"
@@ -84,6 +92,7 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         ulysses=ulysses,
         method=method,
         layout=layout,
+        packed_layout=packed_layout,
         kernel=kernel,
         checks=config.checks,
         timeout=config.timeout,

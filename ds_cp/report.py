@@ -18,7 +18,7 @@ def print_start(plan: Plan, mesh: Mesh, facts: ModelFacts, layers: int, console:
     table.add_row("world", f"{world} ranks = dp {mesh.dp_size} x ring {plan.ring} x ulysses {plan.ulysses}")
     table.add_row("groups", _listed(mesh.dp_size, plan.size))
     table.add_row("method", f"{plan.method} ({plan.reasons['method']})")
-    table.add_row("layout", f"{plan.layout} ({plan.reasons['layout']})")
+    table.add_row("layout", f"{plan.layout_text} ({plan.reasons['layout']})")
     table.add_row("kernel", f"{plan.kernel} ({plan.reasons['kernel']})")
     table.add_row("layers", f"{layers} attention layers: exchange, tiles, merge; everything else is per token")
     table.add_row("tokens per rank", f"the sequence / {plan.size}, padded inside to a multiple")

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_cp import config as key
 from ds_cp import mesh as meshes
-from ds_cp import patches, planner
+from ds_cp import balance, patches, planner
 from ds_cp.mask import Documents
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import attention, loss, support
@@ -21,7 +21,6 @@ from ds_cp.planner import Plan
 from ds_cp.region import (
     BatchError, LocalExit, Region, agree, current_exit, digest_of, enter, leave, pop_exit, push_exit,
 )  # fmt: skip
-from ds_cp.layout import Layout
 
 LOGITS_LIMIT = 16 << 30
 """Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
@@ -151,7 +150,7 @@ def _open(state: Attachment, given: Mapping[str, Any], labels: torch.Tensor | No
     agree(state.mesh.control, error, shape, digest, state.forwards)
     assert documents is not None
     plan = state.plan
-    layout = Layout(shape[1], plan.ring, plan.ulysses, plan.layout)
+    layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents)
     return Region(plan, state.mesh, layout, documents)
 
 
