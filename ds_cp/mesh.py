@@ -17,6 +17,7 @@ from typing import Iterator, Sequence
 import torch
 import torch.distributed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 
 class GroupError(RuntimeError):
@@ -206,7 +207,13 @@ def _axis(name: str, lines: list[list[int]], me: int, timeout: float, backend: s
         for line in lines:
             made = torch.distributed.new_group(line, timeout=timedelta(seconds=timeout), backend=backend)
             handle = made if line is mine else handle
-    return Group(name, tuple(mine), mine.index(me), handle, timeout)
+    group = Group(name, tuple(mine), mine.index(me), handle, timeout)
+    if handle is not None:
+        # Connects all ranks now: NCCL must not meet its first message of a group on some of the ranks only, and a step
+        # in which nobody needs this rank's rows leaves it out.
+        device = "cpu" if backend == "gloo" else get_accelerator().current_device_name()
+        group.all_reduce(torch.zeros(1, device=device), "first contact")
+    return group
 
 
 def known() -> tuple[Mesh, ...]:
