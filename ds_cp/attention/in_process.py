@@ -79,7 +79,10 @@ def run(size: int, work: Callable[[InProcessGroup], Any], timeout: float = 30.0)
 
     def body(rank: int) -> None:
         try:
-            results[rank] = work(InProcessGroup(mailroom, rank, size, timeout))
+            # On CUDA all backwards of a device share one thread of autograd's, where a rank that waits for a message
+            # would keep the sender from running. Each rank walks its own graph instead.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = work(InProcessGroup(mailroom, rank, size, timeout))
         except BaseException as error:  # handed to the caller below
             errors[rank] = error
 

@@ -93,6 +93,7 @@ class _Call:
             if isinstance(tensor, torch.Tensor):
                 assert tensor.stride(-1) == 1 and tensor.dim() == (3 if self.several else 4)
                 assert tensor.dtype == self.arguments["q"].dtype
+                assert all(s % 8 == 0 for s, n in zip(tensor.stride()[:-1], tensor.shape) if n > 1), "16 bytes"
         lse = self.arguments.get("softmax_lse", self.arguments.get("lse"))
         if lse is not None:
             assert lse.is_contiguous()
@@ -109,8 +110,9 @@ class _Call:
         return [(slice(*a), slice(*b)) for a, b in zip(zip(q, q[1:]), zip(k, k[1:]))]
 
     def rows(self, name: str, part: slice) -> torch.Tensor:
-        """[B, H, m, d] of one document."""
+        """[B, H, m, d] of one document, in fp32 at least."""
         x = self.arguments[name]
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         return (x[part].unsqueeze(0) if self.several else x).transpose(1, 2)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +151,7 @@ def _forward(call: _Call) -> dict[str, Any]:
         lse = torch.cat([torch.nn.functional.pad(x, (0, call.max_seqlen_q - x.size(-1))) for x in lses])
     else:
         out, lse = torch.cat([o[0] for o in outs]), torch.cat([x[0] for x in lses], dim=-1)
-    out = out.contiguous()
+    out = out.contiguous().to(call.q.dtype)
     return {"out": out, "softmax_lse": lse.contiguous(), "lse": lse.contiguous()}
 
 

@@ -75,14 +75,21 @@ class FlashKernel:
 
 
 def _rows(x: torch.Tensor, width: int, launch: Launch) -> torch.Tensor:
-    """[B, H, m, d] as [B, m, H, width] or, in a launch of several tiles, [m, H, width]; the last dim is contiguous.
+    """[B, H, m, d] as [B, m, H, width] or, in a launch of several tiles, [m, H, width]; every row is aligned.
 
     Columns of zeros change neither the scores nor the other columns of the output.
     """
     x = F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x
     x = x.transpose(1, 2)
     x = x[0] if launch.cu_q is not None else x
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if _aligned(x) else x.contiguous()
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether every row starts on 16 bytes, which the kernels' loads rely on: k and v lie side by side in memory, so
+    the head dim of one shifts the other."""
+    rows = (stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1)
+    return x.stride(-1) == 1 and x.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in rows)
 
 
 def _heads(x: torch.Tensor, launch: Launch) -> torch.Tensor:
