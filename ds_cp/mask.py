@@ -1,37 +1,20 @@
-"""From documents and a rule to segments, and from segments to the two tables of a batch: rows and tiles.
+"""From segments to the two tables of a batch: rows and tiles.
 
-All of it is integer ranges. A *segment* says, in global positions, which keys a range of queries sees; a *tile* is the
-part of a segment in which one rank's queries meet another rank's keys, in local indices. ``rows`` are the keys of a
-tile's owner that its queries need. Every mask, layout and method is data in these tables; no tensor of S x S exists.
-
-A *band* ``(left, right)`` lets query ``i`` see key ``j`` when ``i - left <= j <= i + right``: causal is
-``(OPEN, 0)``, a window of w tokens that counts the token itself is ``(w - 1, 0)``, bidirectional is ``(OPEN, OPEN)``.
+All of it is integer ranges. A *segment* (:mod:`ds_cp.rules`) says, in global positions, which keys a range of queries
+sees; a *tile* is the part of a segment in which one rank's queries meet another rank's keys, in local indices. ``rows``
+are the keys of a tile's owner that its queries need. Every mask, layout and method is data in these tables; no tensor
+of S x S exists.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Iterable, Iterator, NamedTuple, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
 from ds_cp.layout import Layout, Run
-
-OPEN = 1 << 40
-"""An edge of a band that excludes nothing."""
-
-BATCH_START, BATCH_STOP, Q_START, Q_STOP, K_START, K_STOP, LEFT, RIGHT = range(8)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a layer's mask lets a query see inside its own document, as a band."""
-
-    left: int = OPEN
-    right: int = 0
-
-
-CAUSAL = Rule()
+from ds_cp.rules import BATCH_START, BATCH_STOP, K_START, K_STOP, LEFT, OPEN, Q_START, Q_STOP, RIGHT
 
 
 class Tile(NamedTuple):
@@ -58,158 +41,91 @@ class Tile(NamedTuple):
         return int((last - first + 1).sum()) * (self.batch_stop - self.batch_start)
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Which tokens belong together.
-
-    Attributes:
-        ranges: for each batch row an int64 array [n, 4] of ``(start, stop, key_start, key_stop)``: queries of
-            ``[start, stop)`` may see keys of ``[key_start, key_stop)``. A document with holes has one line per run of
-            unmasked tokens.
-    """
-
-    ranges: tuple[np.ndarray, ...]
-
-    @staticmethod
-    def find(
-        batch: int,
-        seq_len: int,
-        positions: np.ndarray | None = None,
-        unmasked: np.ndarray | None = None,
-        boundaries: np.ndarray | None = None,
-        seq_idx: np.ndarray | None = None,
-    ) -> "Documents":
-        """Recognise packed documents and padding.
-
-        Args:
-            batch: B.
-            seq_len: S.
-            positions: [B, S] or [1, S]; a document starts where the position does not go on counting.
-            unmasked: [B, S] bool, False where a token is padding (a key that nobody sees).
-            boundaries: ``cu_seqlens``, [n + 1] from 0 to S, over a batch of one row.
-            seq_idx: [B, S] or [1, S], a number per document.
-
-        Raises:
-            ValueError: the boundaries do not cover the row, or come with more than one row.
-        """
-        index = np.arange(seq_len)
-        starts_by_hand = np.zeros(seq_len, dtype=bool)
-        if boundaries is not None:
-            if batch != 1 or boundaries[0] != 0 or boundaries[-1] != seq_len or (np.diff(boundaries) < 0).any():
-                raise ValueError(
-                    f"cu_seqlens {boundaries.tolist()} must rise from 0 to the row's {seq_len} tokens, in a batch of one "
-                    f"row (this one has {batch}); otherwise documents would see each other."
-                )
-            starts_by_hand[boundaries[:-1][np.diff(boundaries) > 0]] = True
-        rows = []
-        for b in range(batch):
-            real = index if unmasked is None else np.flatnonzero(unmasked[b])
-            starts = starts_by_hand[real].copy()
-            for numbers, step in ((positions, 1), (seq_idx, 0)):
-                if numbers is not None and len(real):
-                    row = numbers[b if len(numbers) > 1 else 0][real]
-                    jump = np.diff(row)
-                    goes_on = jump == step
-                    if step:  # a position that counts masked tokens too still goes on
-                        goes_on |= jump == np.diff(real)
-                    starts[1:] |= ~goes_on
-            rows.append(_ranges(real, starts, seq_len))
-        return Documents(tuple(rows))
-
-    def segments(self, rule: Rule) -> np.ndarray:
-        """The segments of a rule, int64 [n, 8] (see the column names), equal neighbouring batch rows taken together."""
-        out, b = [], 0
-        while b < len(self.ranges):
-            stop = b + 1
-            while stop < len(self.ranges) and np.array_equal(self.ranges[b], self.ranges[stop]):
-                stop += 1
-            start, end, k_start, k_stop = self.ranges[b].T
-            block = np.empty((len(start), 8), dtype=np.int64)
-            block[:, BATCH_START], block[:, BATCH_STOP] = b, stop
-            block[:, Q_START], block[:, Q_STOP] = start, end
-            block[:, K_START], block[:, K_STOP] = k_start, k_stop
-            block[:, LEFT], block[:, RIGHT] = rule.left, rule.right
-            out.append(block)
-            b = stop
-        return np.concatenate(out) if out else np.empty((0, 8), dtype=np.int64)
-
-
-def _ranges(real: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Lines of :class:`Documents` for one batch row from its unmasked tokens and where documents start among them."""
-    if not len(real):
-        return np.empty((0, 4), dtype=np.int64)
-    starts[0] = True
-    run_starts = starts.copy()
-    run_starts[1:] |= np.diff(real) != 1
-    first = np.flatnonzero(run_starts)
-    last = np.append(first[1:], len(real)) - 1
-    document = np.cumsum(starts)[first] - 1
-    doc_start = real[starts]
-    doc_stop = np.append(doc_start[1:], seq_len)  # masked tokens after a document may still query it
-    return np.stack([doc_start[document], doc_stop[document], real[first], real[last] + 1], axis=1).astype(np.int64)
-
-
 def find_tiles(segments: np.ndarray, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> list[Tile]:
     """Tiles in which the queries of one owner meet the keys of another.
 
     Args:
-        segments: int64 [n, 8], in global positions.
+        segments: int64 [n, 9], in global positions.
         q_runs, k_runs: what the two owners hold; local indices count through the runs in order.
     """
-    order_only = bool(np.isin(segments[:, [LEFT, RIGHT]], (0, OPEN)).all())
-    if order_only and q_runs == k_runs:
+    if q_runs == k_runs and np.isin(segments[:, [LEFT, RIGHT]], (-1, 0, OPEN)).all():
         # A rule that only compares positions survives a monotone renumbering: one owner's own tokens are one run.
         segments = segments.copy()
         for column in (Q_START, Q_STOP, K_START, K_STOP):
             segments[:, column] = _local_index(segments[:, column], q_runs)
-        total = sum(stop - start for start, stop in q_runs)
-        q_runs = k_runs = ((0, total),)
-    found = [
-        _meet(segments, q_run, q_offset, k_run, k_offset)
-        for q_run, q_offset in _with_offsets(q_runs)
-        for k_run, k_offset in _with_offsets(k_runs)
-    ]
-    return _coalesce([Tile(*line) for line in np.concatenate(found).tolist()])
+        q_runs = k_runs = ((0, count(q_runs)),)
+    lines, to_q = _clip_to_runs(segments, Q_START, Q_STOP, q_runs)
+    lines[:, K_START] = np.maximum(lines[:, K_START], lines[:, Q_START] - lines[:, LEFT])
+    lines[:, K_STOP] = np.minimum(lines[:, K_STOP], lines[:, Q_STOP] + lines[:, RIGHT])
+    lines, to_k, to_q = _clip_to_runs(lines, K_START, K_STOP, k_runs, to_q)
+    return _coalesce(list(map(Tile._make, _tile_lines(lines, to_q, to_k).tolist())))
 
 
-def _meet(segments: np.ndarray, q_run: Run, q_offset: int, k_run: Run, k_offset: int) -> np.ndarray:
-    """Clip every segment to a run of queries and a run of keys, trim what sees nothing, and renumber; [m, 8]."""
-    left, right = segments[:, LEFT], segments[:, RIGHT]
-    q0, q1 = np.maximum(segments[:, Q_START], q_run[0]), np.minimum(segments[:, Q_STOP], q_run[1])
-    k0, k1 = np.maximum(segments[:, K_START], k_run[0]), np.minimum(segments[:, K_STOP], k_run[1])
+def _clip_to_runs(segments: np.ndarray, start: int, stop: int, runs: Sequence[Run], *more: np.ndarray):
+    """For each segment and each run that its range in two columns meets, one line, clipped to the run.
+
+    Returns:
+        lines [m, 9]; what turns a position of the line's run into a local index [m]; ``more``, with a value per line.
+    """
+    held = np.array(runs).reshape(-1, 2)
+    shift = np.cumsum(held[:, 1] - held[:, 0]) - held[:, 1]
+    which, run = _meetings(segments[:, start], segments[:, stop], held)
+    lines = segments[which]
+    lines[:, start] = np.maximum(lines[:, start], held[run, 0])
+    lines[:, stop] = np.minimum(lines[:, stop], held[run, 1])
+    return lines, shift[run], *(value[which] for value in more)
+
+
+def _meetings(start: np.ndarray, stop: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of every range ``[start, stop)`` and of every run [r, 2] such that the two meet."""
+    first = np.searchsorted(held[:, 1], start, side="right")
+    met = np.maximum(np.searchsorted(held[:, 0], stop, side="left") - first, 0)
+    which = np.repeat(np.arange(len(met)), met)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(met) - met - first, met)
+
+
+def _tile_lines(lines: np.ndarray, to_q: np.ndarray, to_k: np.ndarray) -> np.ndarray:
+    """Trim what sees nothing off segments of one run of queries and one of keys, and renumber; [m, 8]."""
+    left, right = lines[:, LEFT], lines[:, RIGHT]
+    q0, q1, k0, k1 = (lines[:, column] for column in (Q_START, Q_STOP, K_START, K_STOP))
     q0, q1 = np.maximum(q0, k0 - right), np.minimum(q1, k1 + left)
     k0, k1 = np.maximum(k0, q0 - left), np.minimum(k1, q1 + right)
     lo, hi = q0 - k0 - left, q0 - k0 + right
     lo = np.where(lo <= q0 - q1 + 1, -OPEN, lo)
     hi = np.where(hi >= k1 - k0 - 1, OPEN, hi)
-    to_q, to_k = q_offset - q_run[0], k_offset - k_run[0]
-    lines = np.stack(
-        [segments[:, BATCH_START], segments[:, BATCH_STOP], q0 + to_q, q1 + to_q, k0 + to_k, k1 + to_k, lo, hi], axis=1
+    tiles = np.stack(
+        [lines[:, BATCH_START], lines[:, BATCH_STOP], q0 + to_q, q1 + to_q, k0 + to_k, k1 + to_k, lo, hi], axis=1
     )
-    return lines[(q0 < q1) & (k0 < k1)]
+    return tiles[(q0 < q1) & (k0 < k1)]
 
 
 def _coalesce(tiles: list[Tile]) -> list[Tile]:
     """Join full tiles that touch along one side: fewer launches, same work."""
-    for same, start, stop in (("k_start", "q_start", "q_stop"), ("q_start", "k_start", "k_stop")):
-        other = same.replace("start", "stop")
-        joined: list[Tile] = []
-        for tile in sorted(tiles, key=lambda t: (t.batch_start, getattr(t, same), getattr(t, other), getattr(t, start))):
-            last = joined[-1] if joined else None
-            if (
-                last
-                and last.lo == tile.lo == -OPEN
-                and last.hi == tile.hi == OPEN
-                and last[:2] == tile[:2]
-                and getattr(last, same) == getattr(tile, same)
-                and getattr(last, other) == getattr(tile, other)
-                and getattr(last, stop) == getattr(tile, start)
-            ):
-                joined[-1] = last._replace(**{stop: getattr(tile, stop)})
-            else:
-                joined.append(tile)
-        tiles = joined
-    return tiles
+    full = [tile for tile in tiles if tile.lo == -OPEN and tile.hi == OPEN]
+    if len(full) > 1:
+        others = [tile for tile in tiles if tile.lo != -OPEN or tile.hi != OPEN]
+        for same, start, stop in (("k_start", "q_start", "q_stop"), ("q_start", "k_start", "k_stop")):
+            full = _joined(full, same, start, stop)
+        tiles = others + full
+    return sorted(tiles)
+
+
+def _joined(full: list[Tile], same: str, start: str, stop: str) -> list[Tile]:
+    other = same.replace("start", "stop")
+    joined: list[Tile] = []
+    for tile in sorted(full, key=lambda t: (t.batch_start, getattr(t, same), getattr(t, other), getattr(t, start))):
+        last = joined[-1] if joined else None
+        if (
+            last
+            and last[:2] == tile[:2]
+            and getattr(last, same) == getattr(tile, same)
+            and getattr(last, other) == getattr(tile, other)
+            and getattr(last, stop) == getattr(tile, start)
+        ):
+            joined[-1] = last._replace(**{stop: getattr(tile, stop)})
+        else:
+            joined.append(tile)
+    return joined
 
 
 def needed_rows(tiles: Iterable[Tile]) -> tuple[Run, ...]:
@@ -253,6 +169,18 @@ def lower(tile: Tile) -> Iterator[Tile]:
                     yield from lower(_inside(tile, *piece))
 
 
+def blocks(tile: Tile, size: int) -> Iterator[Tile]:
+    """Split a tile into tiles of at most ``size`` queries and keys; what sees nothing is left out."""
+    n_q, n_k = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    if max(n_q, n_k) <= size:
+        yield tile
+        return
+    for q0 in range(0, n_q, size):
+        for k0 in range(0, n_k, size):
+            for piece in _trim(q0, min(n_q, q0 + size), k0, min(n_k, k0 + size), tile.lo, tile.hi):
+                yield _inside(tile, *piece)
+
+
 def _under_diagonal(n_q: int, n_k: int, hi: int) -> Iterator[tuple[tuple[int, int, int, int], bool]]:
     """Cover ``j <= i + hi`` of an n_q x n_k rectangle by one causal square and full rectangles."""
     corner = n_k - hi
@@ -288,14 +216,8 @@ def _local_index(position: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
     return sum(np.clip(position - start, 0, stop - start) for start, stop in runs)
 
 
-def _with_offsets(runs: Sequence[Run]) -> Iterator[tuple[Run, int]]:
-    offset = 0
-    for run in runs:
-        yield run, offset
-        offset += run[1] - run[0]
-
-
-class Step(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Step:
     """One step of a rank's schedule.
 
     Attributes:
@@ -304,6 +226,7 @@ class Step(NamedTuple):
         rows: the source's rows that arrive, in its local indices.
         target_rows: this rank's rows that the target needs.
         tiles: work on the rows that arrived; key ranges count through ``rows``.
+        work: what kernels make of the tiles, filled at first use (:func:`ds_cp.attention.kernels.work`).
     """
 
     source: int
@@ -311,6 +234,7 @@ class Step(NamedTuple):
     rows: tuple[Run, ...]
     target_rows: tuple[Run, ...]
     tiles: tuple[Tile, ...]
+    work: dict[Any, Any] = field(default_factory=dict)
 
 
 def schedule(segments: np.ndarray, layout: Layout, ring_rank: int) -> tuple[Step, ...]:
@@ -321,16 +245,21 @@ def schedule(segments: np.ndarray, layout: Layout, ring_rank: int) -> tuple[Step
     only the rows that are needed.
     """
     runs = layout.ring_runs
+    mine = np.array(runs[ring_rank])
+    asking, asked = (
+        segments[np.unique(_meetings(segments[:, start], segments[:, stop], mine)[0])]
+        for start, stop in ((Q_START, Q_STOP), (K_START, K_STOP))
+    )
     steps = []
     for t in range(layout.ring):
         source, target = (ring_rank - t) % layout.ring, (ring_rank + t) % layout.ring
-        tiles = find_tiles(segments, runs[ring_rank], runs[source])
+        tiles = find_tiles(asking, runs[ring_rank], runs[source])
         if t == 0:
             everything = ((0, sum(stop - start for start, stop in runs[ring_rank])),)
             steps.append(Step(source, target, everything, everything, tuple(tiles)))
             continue
         rows = needed_rows(tiles)
-        target_rows = needed_rows(find_tiles(segments, runs[target], runs[ring_rank]))
+        target_rows = needed_rows(find_tiles(asked, runs[target], runs[ring_rank]))
         steps.append(Step(source, target, rows, target_rows, tuple(_renumber(tile, rows) for tile in tiles)))
     return tuple(steps)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Sequence
 
 import numpy as np
@@ -19,14 +19,16 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import PeerExchange
-from ds_cp.attention.score import Score
+from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
 from ds_cp.collectives import gather_sequence
+from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import Documents, Rule, Step, schedule
+from ds_cp.mask import Step, schedule
 from ds_cp.mesh import Group, Mesh
 from ds_cp.planner import Plan
+from ds_cp.rules import Rule
 
 
 class BatchError(RuntimeError):
@@ -41,14 +43,21 @@ class Region:
         plan, mesh: how the sequence is shared, and with whom.
         layout: which token is where.
         documents: which tokens belong together.
-        attended: ids of the attention modules that came through here.
+        whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
+        last_position: the largest position of the whole batch, a tensor without dims.
+        attended: the attention modules that came through here, by id: their order.
+        random: equal on ranks that were seeded alike; what :meth:`seed` starts from.
     """
 
     plan: Plan
     mesh: Mesh
     layout: Layout
     documents: Documents
-    attended: set[int] = field(default_factory=set)
+    whole_mask: torch.Tensor | None = None
+    last_position: torch.Tensor | None = None
+    attended: dict[int, int] = field(default_factory=dict)
+    random: int | None = None
+    _agreed: int | None = None
     _schedules: dict[Rule, tuple[Step, ...]] = field(default_factory=dict)
 
     def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
@@ -58,6 +67,22 @@ class Region:
     def gather(self, local: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """All tokens, in order and without padding, on every rank; L becomes S."""
         return gather_sequence(local, self.layout, self.mesh.cp, dim)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands inside its document, [B, S] int64."""
+        ranks = torch.from_numpy(self.documents.rank_in_document(self.layout.seq_len))
+        return ranks.to(get_accelerator().current_device_name())
+
+    def seed(self, layer: int) -> int:
+        """For random numbers that all ranks of the group must draw alike, 63 bits; other groups draw others."""
+        if self._agreed is None:
+            mine = torch.tensor([self.random or 0], dtype=torch.int64)
+            self._agreed = int(self.mesh.control.all_gather(mine, "agreement on a dropout seed")[0])
+            torch.rand(1)  # something was drawn: the next forward shall draw others
+        words = (self._agreed, self.mesh.cp.ranks[0] // self.mesh.cp.size, layer)
+        digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8)
+        return int.from_bytes(digest.digest(), "little") >> 1
 
     def schedule(self, rule: Rule) -> tuple[Step, ...]:
         """Rows and tiles of a rule, computed once per batch."""
@@ -84,10 +109,18 @@ class Region:
         split = head_split(query.size(1), key.size(1), ulysses.size)
         if ulysses.size > 1:
             query, key, value = split_heads(query, key, value, split, ulysses)
+            first = sum(split.query[: ulysses.rank])
+            score = score.of_heads(first, first + split.query[ulysses.rank])
         make_exchange = partial(self._exchange, self.schedule(rule))
         kernel = kernels.choose(self.plan.kernel, query, value, score)
-        out = attend(query, key, value, make_exchange, kernel, score)
+        out = attend(query, key, value, make_exchange, kernel, score, partial(self._locate, device=query.device))
         return join_heads(out, split, ulysses) if ulysses.size > 1 else out
+
+    def _locate(self, step: Step, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Global positions of the ring shard's queries and of the rows that arrive in a step."""
+        mine, theirs = (self.layout.ring_runs[rank] for rank in (self.mesh.ring.rank, step.source))
+        q, k = (torch.cat([torch.arange(*run, device=device) for run in runs]) for runs in (mine, theirs))
+        return q, select(k, step.rows)
 
     def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:
         self.mesh.cp.calls[word] += 1  # attention calls, for the traffic per layer
@@ -108,10 +141,22 @@ def head_split(query_heads: int, key_heads: int, ranks: int) -> HeadSplit:
 
 @dataclass(frozen=True)
 class MaskDescriptor:
-    """What a layer gets as its attention mask inside a region: the region and the layer's rule, not a tensor."""
+    """What a layer gets as its attention mask inside a region, instead of a tensor.
+
+    Attributes:
+        region: of the running forward.
+        rule: which keys a query may see.
+        terms: what no rule expresses: masks by index, given whole or as a function.
+    """
 
     region: Region
     rule: Rule
+    terms: tuple[Term, ...] = ()
+    ndim = 0  # falcon asks whether it is a tensor [B, 1, S, S]
+
+    def to(self, *args: object, **kwargs: object) -> "MaskDescriptor":
+        """Itself: mpt casts its mask."""
+        return self
 
 
 def agree(control: Group, error: str | None, shape: tuple[int, int], digest: int, forward: int) -> None:
@@ -164,6 +209,7 @@ class ForkedRng:
     def __init__(self, rank: int):
         self._saved = _rng_state()
         seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
+        self.outside = int.from_bytes(seed.digest(), "little")
         seed.update(rank.to_bytes(4, "little"))
         torch.manual_seed(int.from_bytes(seed.digest(), "little"))
         self._inside = _rng_state()
@@ -212,7 +258,10 @@ _exits: list[LocalExit | None] = []
 
 def enter(owner: object, region: Region | None) -> None:
     """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
-    _open.append(_Open(owner, region, ForkedRng(region.mesh.cp.rank) if region else None))
+    rng = ForkedRng(region.mesh.cp.rank) if region else None
+    if region and rng:
+        region.random = rng.outside
+    _open.append(_Open(owner, region, rng))
 
 
 def leave(owner: object) -> Region | None:

@@ -2,87 +2,24 @@
 
 import pytest
 import torch
+from harness.attention import assert_equal, inputs, one_process, shared_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_cp.attention import in_process, kernels
-from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import PeerExchange
+from ds_cp.attention import in_process
 from ds_cp.attention.merge import merge
-from ds_cp.attention.score import Score
 from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
 from ds_cp.layout import Layout
-from ds_cp.mask import CAUSAL, OPEN, Documents, Rule, schedule
-from ds_cp.mesh import Group
+from ds_cp.rules import CAUSAL, OPEN, Band
 
 RULES = {
     "causal": CAUSAL,
-    "bidirectional": Rule(OPEN, OPEN),
-    "window of 1": Rule(0, 0),
-    "window of 5": Rule(4, 0),
-    "window wider than a shard": Rule(20, 0),
-    "two-sided window": Rule(3, 2),
+    "bidirectional": Band(OPEN, OPEN),
+    "window of 1": Band(0, 0),
+    "window of 5": Band(4, 0),
+    "window wider than a shard": Band(20, 0),
+    "two-sided window": Band(3, 2),
 }
-
-
-def visible(documents: list[list[int]], rule: Rule) -> torch.Tensor:
-    """[B, S, S] of what each query may see, from document lengths alone."""
-    rows = []
-    for lengths in documents:
-        name = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        i = torch.arange(len(name))
-        distance = i[None, :] - i[:, None]
-        rows.append((name[:, None] == name[None, :]) & (distance >= -rule.left) & (distance <= rule.right))
-    return torch.stack(rows)
-
-
-def whole_attention(q, k, v, may_see, scale):
-    """Softmax attention of the whole sequence; shares no code with ds_cp."""
-    k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~may_see[:, None], -torch.inf)
-    return torch.softmax(scores, -1) @ v
-
-
-def inputs(batch, query_heads, key_heads, length, dim, value_dim, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(query_heads, dim), (key_heads, dim), (key_heads, value_dim), (query_heads, value_dim)]
-    return [torch.randn(batch, heads, length, d, dtype=dtype, generator=generator) for heads, d in shapes]
-
-
-def positions_of(documents):
-    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in documents]).numpy()
-
-
-def shared_attention(q, k, v, grad_out, documents, rule, layout, kernel_name, ahead=1, scale=0.3):
-    """Output and gradients of all ranks, put together again."""
-    found = Documents.find(q.size(0), q.size(2), positions=positions_of(documents))
-    segments = found.segments(rule)
-
-    def rank(group: Group):
-        local = [layout.shard(x, 2, group.rank).requires_grad_() for x in (q, k, v)]
-        steps = schedule(segments, layout, group.rank)
-        kernel = kernels.choose(kernel_name, q, v, Score(scale))
-        out = attend(*local, lambda word: PeerExchange(group, steps, ahead, word), kernel, Score(scale))
-        out.backward(layout.shard(grad_out, 2, group.rank))
-        return [out.detach(), *(x.grad for x in local)], group.sent
-
-    results = in_process.run(layout.ring, rank, timeout=10)
-    index = layout.unshard_index
-    whole = [torch.cat(parts, dim=2).index_select(2, index) for parts in zip(*(result for result, _ in results))]
-    return whole, [sent for _, sent in results]
-
-
-def one_process(q, k, v, grad_out, documents, rule, scale=0.3):
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = whole_attention(q, k, v, visible(documents, rule), scale)
-    out.backward(grad_out)
-    return [out.detach(), q.grad, k.grad, v.grad]
-
-
-def assert_equal(got, want, tolerance):
-    everything = torch.stack([b.norm() for b in want]).norm()  # an exact zero gradient has no size of its own
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want):
-        assert (a - b).norm() <= tolerance * max(b.norm(), 1e-3 * everything), f"{name}: {(a - b).norm():.1e}"
 
 
 @pytest.mark.parametrize("kernel", ["torch", "reference"])
@@ -100,7 +37,7 @@ def test_packed_rows_under_every_rule_equal_one_process(ranks, rule, name, kerne
 @given(
     ranks=st.integers(1, 5),
     name=st.sampled_from(["zigzag", "contiguous"]),
-    rule=st.builds(Rule, st.sampled_from([0, 1, 3, 9, OPEN]), st.sampled_from([0, 0, 0, 2, OPEN])),
+    rule=st.builds(Band, st.sampled_from([0, 1, 3, 9, OPEN]), st.sampled_from([0, 0, 0, 2, OPEN])),
     lengths=st.lists(st.integers(1, 13), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (9, 3), (6, 6)]),
     dims=st.sampled_from([(8, 8), (16, 8), (5, 3)]),
@@ -150,13 +87,13 @@ def test_bf16_error_does_not_grow_with_the_ring(ranks):
 
 BYTES = [
     # (ranks, layout, rule, share of a full ring's rows, summed over ranks)
-    (4, "zigzag", Rule(OPEN, OPEN), 1.0),
-    (4, "contiguous", Rule(OPEN, OPEN), 1.0),
+    (4, "zigzag", Band(OPEN, OPEN), 1.0),
+    (4, "contiguous", Band(OPEN, OPEN), 1.0),
     (4, "zigzag", CAUSAL, 0.75),
     (8, "zigzag", CAUSAL, 0.75),
     (4, "contiguous", CAUSAL, 0.5),
     (8, "contiguous", CAUSAL, 0.5),
-    (8, "zigzag", Rule(15, 0), 0.125),  # window of S/16: each chunk needs its left neighbour's last tokens only
+    (8, "zigzag", Band(15, 0), 0.125),  # window of S/16: each chunk needs its left neighbour's last tokens only
 ]
 
 

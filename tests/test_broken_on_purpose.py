@@ -75,15 +75,15 @@ def the_all_to_all_has_the_wrong_adjoint(patch):
 
 
 def a_document_boundary_inside_a_shard_is_missed(patch):
-    from ds_cp import mask
+    from ds_cp import documents
 
-    ranges = mask._ranges
+    ranges = documents._ranges
 
     def without_the_second_boundary(real, starts, seq_len):
         starts[starts.nonzero()[0][2]] = False
         return ranges(real, starts, seq_len)
 
-    patch(mask, "_ranges", without_the_second_boundary)
+    patch(documents, "_ranges", without_the_second_boundary)
 
 
 def positions_are_local(patch):

@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import CAUSAL, OPEN, Documents, Rule, count, lower, schedule
+from ds_cp.mask import count, lower, schedule
+from ds_cp.rules import CAUSAL, OPEN, Band, Rule
 
-rules = st.builds(Rule, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0, 3, OPEN]))
+rules = st.builds(Band, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0, 3, OPEN]))
 
 
 def painted(documents: Documents, rule: Rule, length: int) -> np.ndarray:
@@ -129,7 +131,7 @@ def test_a_dense_zigzag_rank_has_one_tile_per_step():
 def test_both_sides_of_a_message_agree_on_its_rows():
     layout = Layout(61, 4, 1)
     positions = np.concatenate([np.arange(n) for n in (20, 1, 33, 7)])[None]
-    segments = Documents.find(1, 61, positions).segments(Rule(9, 0))
+    segments = Documents.find(1, 61, positions).segments(Band(9, 0))
     steps = [schedule(segments, layout, rank) for rank in range(4)]
     for rank in range(4):
         for t in range(1, 4):

@@ -30,10 +30,7 @@ def attach(spec, config=CP2):
 
 
 MODELS = [
-    ({"attention_dropout": 0.1}, r"attention dropout \(attention_dropout = 0.1\) is not applied yet.*Set it to 0"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-     'rotary embedding of type "dynamic" reads the sequence length from its own shard'),
-    ({"is_causal": False}, "bidirectional attention .* is not handled yet"),
+    ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" are not handled yet'),
     ({"output_router_logits": True}, "load-balancing loss of experts"),
     ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
@@ -91,8 +88,16 @@ def call_with(change, config=CP2):
     return model(**inputs).loss.item()
 
 
-def full_mask(inputs, rank, model):
-    inputs["attention_mask"] = torch.zeros(1, 1, 37, 37)
+def mask_of_a_part(inputs, rank, model):
+    inputs["attention_mask"] = torch.zeros(1, 1, 37, 36)
+
+
+def integer_mask_of_all_pairs(inputs, rank, model):
+    inputs["attention_mask"] = torch.ones(1, 1, 37, 37, dtype=torch.long)
+
+
+def whole_mask_that_would_train(inputs, rank, model):
+    inputs["attention_mask"] = torch.zeros(1, 1, 37, 37, requires_grad=True)
 
 
 def mask_of_another_length(inputs, rank, model):
@@ -124,26 +129,63 @@ def other_attention(inputs, rank, model):
     model.set_attn_implementation("sdpa")
 
 
-def dropout_at_run_time(inputs, rank, model):
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.3
-
-
 def layer_that_masks_by_itself(inputs, rank, model):
     layer = model.model.layers[0].self_attn
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
 
 
-def layer_with_an_unknown_score_rule(inputs, rank, model):
-    layer = model.model.layers[1].self_attn
-    forward = layer.forward
-    layer.forward = lambda *args, **kwargs: forward(*args, softcap=30.0, **kwargs)
+def passing(**extra):
+    def layer_with_an_unknown_score_rule(inputs, rank, model):
+        layer = model.model.layers[1].self_attn
+        forward = layer.forward
+        layer.forward = lambda *args, **kwargs: forward(*args, **extra, **kwargs)
+
+    return layer_with_an_unknown_score_rule
+
+
+def masks_made_by(make):
+    """The decoder's masks come from another mask function, as models with images make theirs."""
+
+    def mask_function(inputs, rank, model):
+        from transformers import masking_utils
+        from transformers.models.llama import modeling_llama
+
+        def create(config, inputs_embeds, **kwargs):
+            return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["ds_cp"](
+                inputs_embeds.shape[0], inputs_embeds.shape[1], inputs_embeds.shape[1], mask_function=make(inputs_embeds)
+            )
+
+        modeling_llama.create_causal_mask = create
+
+    return mask_function
+
+
+class NoFunction:
+    def __call__(self, batch, head, q, k):
+        return k <= q
+
+
+def looks_tokens_up(embeds):
+    kind = torch.ones(embeds.shape[:2], dtype=torch.long)
+    return lambda batch, head, q, k: (k <= q) & (kind[batch, q] == kind[batch, k])
+
+
+def looks_tokens_up_in_a_packed_row(inputs, rank, model):
+    inputs["position_ids"] = torch.cat([torch.arange(20), torch.arange(17)])[None]
+    masks_made_by(looks_tokens_up)(inputs, rank, model)
+
+
+def blocks_of_another_length(embeds):
+    from transformers.masking_utils import blockwise_overlay
+
+    return blockwise_overlay(torch.zeros(1, 7, dtype=torch.long))
 
 
 BATCHES = [
-    (full_mask, r"attention_mask is a Tensor of shape \(1, 1, 37, 37\): a custom mask of S x S"),
+    (mask_of_a_part, r"attention_mask is a Tensor of shape \(1, 1, 37, 36\): that is not the whole mask of this batch"),
+    (integer_mask_of_all_pairs, r"not the whole mask .* or a mask \[1, 1, 37, 37\] of bool or of what is added"),
+    (whole_mask_that_would_train, "a whole mask that asks for a gradient, which ds_cp does not compute"),
     (mask_of_another_length, r"attention_mask has shape \(1, 36\) for a batch of 1 x 37 tokens"),
     (want_attentions, "output_attentions"),
     (other_tokens_on_rank_1, "ranks of a context-parallel group got different batches in forward 0"),
@@ -151,13 +193,17 @@ BATCHES = [
     (other_length_on_rank_1, r"rank 0: 1 x 37 tokens.* rank 1: 1 x 36 tokens"),
     (bad_boundaries_on_rank_1, r"cu_seqlens .* must rise .*\(found on rank 1, raised on all of its group\)"),
     (other_attention, "0 of 2 attention layers went through ds_cp"),
-    (dropout_at_run_time, "LlamaAttention uses attention dropout 0.3, which ds_cp does not apply yet"),
     (layer_that_masks_by_itself, "LlamaAttention got no mask instead of the mask of the shared sequence"),
-    (layer_with_an_unknown_score_rule, "LlamaAttention passes softcap to its attention"),
+    (passing(indices=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes indices to its attention, which ds_cp does not"),
+    (passing(block_indices=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes block_indices to its attention"),
+    (passing(position_bias=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes position_bias to its attention"),
+    (masks_made_by(lambda embeds: NoFunction()), "NoFunction object .* is no plain function"),
+    (looks_tokens_up_in_a_packed_row, "mask looks_tokens_up.<lambda> looks tokens up by their index in the row"),
+    (masks_made_by(blocks_of_another_length), r"holds a tensor of shape \(1, 7\), neither of the row's 37 tokens nor"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, message", BATCHES, ids=[change.__name__ for change, _ in BATCHES])
+@pytest.mark.parametrize("change, message", BATCHES, ids=[message for _, message in BATCHES])
 def test_a_bad_batch_or_layer_fails_all_ranks_together(workers, change, message):
     workers(2).run_expecting_error(call_with, message, change)
 

@@ -5,18 +5,21 @@ Every method, layout and mask runs through here; they differ in the schedule and
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from typing import Callable, Iterator
 
 import torch
 
 from ds_cp.attention.exchange import Exchange
-from ds_cp.attention.kernels import Kernel
-from ds_cp.attention.merge import merge
-from ds_cp.attention.score import Score
-from ds_cp.mask import Step, Tile
+from ds_cp.attention.kernels import Kernel, Work, work
+from ds_cp.attention.merge import fold_in, merge, sink_gradient
+from ds_cp.attention.score import Score, Where
+from ds_cp.mask import Step
 
 MakeExchange = Callable[[str], Exchange]
 """Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
+
+Locate = Callable[[Step], tuple[torch.Tensor, torch.Tensor]]
+"""Global positions of this rank's queries [L] and of the key rows [n] that arrive in a step."""
 
 
 def attend(
@@ -26,6 +29,7 @@ def attend(
     make_exchange: MakeExchange,
     kernel: Kernel,
     score: Score,
+    locate: Locate | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the group's keys.
 
@@ -36,16 +40,17 @@ def attend(
         make_exchange: how rows travel; its schedule holds the tiles.
         kernel: runs the tiles.
         score: what happens to q k^T before the softmax.
+        locate: needed where the score rule asks for positions.
 
     Returns:
         [B, H, L, dv] in the query's dtype; rows that see no key are 0.
     """
-    return _Attention.apply(query, key, value, make_exchange, kernel, score)
+    return _Attention.apply(query, key, value, score.sinks, make_exchange, kernel, score, locate)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, make_exchange, kernel, score):
+    def forward(ctx, query, key, value, sinks, make_exchange, kernel, score, locate):
         batch, heads, length, _ = query.shape
         precise = torch.promote_types(query.dtype, torch.float32)
         # [B, L, H, dv] underneath, so that the model's transpose back is free
@@ -53,18 +58,20 @@ class _Attention(torch.autograd.Function):
         lse = query.new_full((batch, heads, length), float("-inf"), dtype=precise)
         for step, rows in make_exchange("forward").pieces(_as_rows(key, value)):
             k, v = _as_heads(rows, key.size(-1))
-            for tile in _native(step, kernel):
+            for tile, rule in _work(step, kernel, score, locate, query.device):
                 q_index, k_index = _indices(tile)
-                part, part_lse = kernel.forward(query[q_index], k[k_index], v[k_index], tile, score)
+                part, part_lse = kernel.forward(query[q_index], k[k_index], v[k_index], tile, rule)
                 merge(out[q_index], lse[q_index[:3]], part, part_lse)
+        if sinks is not None:
+            fold_in(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.make_exchange, ctx.kernel, ctx.score = make_exchange, kernel, score
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.make_exchange, ctx.kernel, ctx.score, ctx.locate = make_exchange, kernel, score, locate
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         kernel, exchange = ctx.kernel, ctx.make_exchange("backward")
         dq = torch.zeros_like(query, dtype=lse.dtype)
         rows = _as_rows(key, value)
@@ -73,22 +80,35 @@ class _Attention(torch.autograd.Function):
             k, v = _as_heads(rows, key.size(-1))
             grad_rows = torch.zeros_like(rows, dtype=lse.dtype)
             dk, dv = _as_heads(grad_rows, key.size(-1))
-            for tile in _native(step, kernel):
+            for tile, rule in _work(step, kernel, ctx.score, ctx.locate, query.device):
                 q_index, k_index = _indices(tile)
                 parts = kernel.backward(
                     grad_out[q_index], query[q_index], k[k_index], v[k_index], out[q_index], lse[q_index[:3]],
-                    tile, ctx.score,
+                    tile, rule,
                 )  # fmt: skip
                 for total, index, part in zip((dq, dk, dv), (q_index, k_index, k_index), parts):
                     total[index] += part
             exchange.send_home(step, grad_rows, home)
         exchange.finish(home)
         dk, dv = _as_heads(home, key.size(-1))
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
+        d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), d_sinks, None, None, None, None
 
 
-def _native(step: Step, kernel: Kernel) -> Sequence[Tile]:
-    return [piece for tile in step.tiles for piece in kernel.lower(tile)]
+def _work(
+    step: Step, kernel: Kernel, score: Score, locate: Locate | None, device: torch.device
+) -> Iterator[tuple[Work, Score]]:
+    """The tiles of a step as the kernel wants them, each with its score rule."""
+    if score.needs_positions:
+        assert locate is not None, "a score rule by position needs positions"
+        q_positions, k_positions = locate(step)
+    for piece in work(step, kernel, device):
+        if not score.needs_positions:
+            yield piece, score
+            continue
+        batch = slice(piece.batch_start, piece.batch_stop)
+        q, k = q_positions[piece.q_start : piece.q_stop], k_positions[piece.k_start : piece.k_stop]
+        yield piece, score.at(Where(batch, q, k))
 
 
 def _as_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -102,7 +122,7 @@ def _as_heads(rows: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Ten
     return heads[..., :key_dim], heads[..., key_dim:]
 
 
-def _indices(tile: Tile) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+def _indices(tile: Work) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     batch = slice(tile.batch_start, tile.batch_stop)
     return (
         (batch, slice(None), slice(tile.q_start, tile.q_stop)),

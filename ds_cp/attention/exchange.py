@@ -84,4 +84,4 @@ def select(rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
     """Some rows of dim 0, contiguous; a view when they are one run."""
     if len(runs) == 1:
         return rows[runs[0][0] : runs[0][1]]
-    return torch.cat([rows[start:stop] for start, stop in runs])
+    return torch.cat([rows[start:stop] for start, stop in runs] or [rows[:0]])

@@ -21,3 +21,23 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     weight = torch.exp(part_lse - total).nan_to_num_(nan=0.0)  # -inf - -inf: no key on either side
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(total)
+
+
+def fold_in(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Let a score per head without a value take part in the softmax, in place.
+
+    Args:
+        out: [B, H, L, d], over all keys.
+        lse: [B, H, L].
+        sinks: [H].
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def sink_gradient(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sinks, [H], from this rank's queries: a sink's value is 0, so only the normalisation feels it."""
+    probability = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    felt = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(probability * felt).sum((0, 2)).to(sinks.dtype)

@@ -1,16 +1,134 @@
-"""What happens to q k^T between the product and the softmax, as data for the kernels."""
+"""What happens to q k^T between the product and the softmax, and to the probabilities behind it, as data for the kernels.
+
+In order: scale, softcap, terms (ALiBi, a mask by index, ...), softmax with an optional sink, dropout. What depends on
+where a token stands is given global positions by the engine, so it does not matter how the sequence is cut.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Where(NamedTuple):
+    """Which part of the whole batch a tile is: batch rows, and global positions of its queries [m] and keys [n]."""
+
+    batch: slice
+    q: torch.Tensor
+    k: torch.Tensor
+
+
+class Term(Protocol):
+    """Something that is added to the scores; -inf hides a key."""
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to a tile's scores, of a shape that broadcasts to [B, H, m, n]."""
+
+    def of_heads(self, heads: slice) -> "Term":
+        """The same for some of the query heads."""
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention probabilities, by a counter: a pair of global positions is kept or not, whoever computes it.
+
+    Attributes:
+        rate: share of the probabilities that become 0; the others grow by ``1 / (1 - rate)``.
+        seed: equal on all ranks of a group, different per layer and forward.
+        first_head: the index of this rank's first query head.
+    """
+
+    rate: float
+    seed: int
+    first_head: int = 0
+
+    def keep(self, where: Where, heads: int) -> torch.Tensor:
+        """Whether each pair is kept, bool [B, heads, m, n]."""
+        device = where.q.device
+        batch = torch.arange(where.batch.start, where.batch.stop, device=device).view(-1, 1, 1, 1)
+        head = torch.arange(self.first_head, self.first_head + heads, device=device).view(1, -1, 1, 1)
+        word = torch.tensor(self.seed & _WORD, device=device)
+        for part in (self.seed >> 32, batch, head, where.q.view(1, 1, -1, 1), where.k.view(1, 1, 1, -1)):
+            word = _mix(word + part * 0x9E3779B1)
+        return _mix(word) >= int(self.rate * 2**32)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit words whose every output bit depends on every input bit (multiply and xor-shift)."""
+    word = word & _WORD
+    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
+    word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
+    return word ^ (word >> 16)
+
+
+@dataclass(frozen=True, eq=False)
 class Score:
     """A layer's score rule.
 
     Attributes:
         scale: factor on q k^T.
+        softcap: c in ``c tanh(s / c)``; None for none.
+        terms: what is added to the scores.
+        dropout: of the probabilities.
+        sinks: [H], a score per query head that takes part in the softmax and has no value; the engine folds it in after
+            the merge, kernels never see it.
+        where: set by the engine for one tile, if :attr:`needs_positions`.
     """
 
     scale: float
+    softcap: float | None = None
+    terms: tuple[Term, ...] = ()
+    dropout: Dropout | None = None
+    sinks: torch.Tensor | None = None
+    where: Where | None = None
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """What a kernel must be able to do beyond scaling."""
+        asked = {"softcap": self.softcap, "terms": self.terms, "dropout": self.dropout}
+        return frozenset(name for name, value in asked.items() if value)
+
+    @property
+    def needs_positions(self) -> bool:
+        return bool(self.terms or self.dropout)
+
+    def of_heads(self, start: int, stop: int) -> "Score":
+        """The rule for the query heads ``start`` to ``stop``."""
+        heads = slice(start, stop)
+        return replace(
+            self,
+            terms=tuple(term.of_heads(heads) for term in self.terms),
+            dropout=self.dropout and replace(self.dropout, first_head=self.dropout.first_head + start),
+            sinks=None if self.sinks is None else self.sinks[heads],
+        )
+
+    def at(self, where: Where) -> "Score":
+        """The rule for one tile."""
+        return replace(self, where=where)
+
+    def apply(self, products: torch.Tensor) -> torch.Tensor:
+        """Scores [B, H, m, n] from q k^T of the tile."""
+        scores = products * self.scale
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        for term in self.terms:
+            scores = scores + term.of(self.where, scores.dtype)
+        return scores
+
+    def slope(self, products: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of the scores by q k^T."""
+        if not self.softcap:
+            return self.scale
+        return (1 - torch.tanh(products * self.scale / self.softcap).square()) * self.scale
+
+    def dropped(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Dropout on a tile's probabilities, or on their gradients: the same pairs in forward and backward."""
+        if self.dropout is None:
+            return probabilities
+        keep = self.dropout.keep(self.where, probabilities.size(1))
+        return probabilities * keep / (1 - self.dropout.rate)

@@ -6,16 +6,17 @@ to the region. Outside of one both behave as transformers' SDPA.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Callable
 
 import torch
+from ds_cp.patches.transformers import masks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
-from ds_cp.attention.score import Score
-from ds_cp.mask import CAUSAL, Rule
+from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.region import BatchError, MaskDescriptor, current
 
 NAME = "ds_cp"
@@ -49,31 +50,7 @@ def mask_forward(*args: Any, mask_function: Callable = causal_mask_function, **k
     region = current()
     if region is None:
         return sdpa_mask(*args, mask_function=mask_function, **kwargs)
-    return MaskDescriptor(region, decode(mask_function))
-
-
-def decode(mask_function: Callable) -> Rule:
-    """The band that one of transformers' mask functions describes.
-
-    Raises:
-        BatchError: a mask that is not a band inside a document.
-    """
-    if mask_function is causal_mask_function:
-        return CAUSAL
-    parts = _closure(mask_function).get("mask_functions", (mask_function,))
-    windows = [_closure(part).get("sliding_window") for part in parts if "sliding_window_overlay" in part.__qualname__]
-    if len(parts) == 2 and len(windows) == 1 and causal_mask_function in parts:
-        return Rule(left=windows[0] - 1)
-    names = ", ".join(part.__qualname__.replace(".<locals>", "") for part in parts)
-    raise BatchError(
-        f"a layer asks for the mask {names}, which ds_cp cannot share exactly yet: with the sequence cut, tokens would see "
-        "too much or too little. Causal masks, packed documents, padding and sliding windows work."
-    )
-
-
-def _closure(function: Callable) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    return masks.describe(mask_function, region)
 
 
 @torch.compiler.disable
@@ -85,34 +62,56 @@ def attention_forward(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    terms: tuple[Term, ...] = (),
+    query_scale: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: q [B, H, L, d], k and v [B, h, L, d] to [B, L, H, dv]."""
+    """transformers' attention interface: q [B, H, L, d], k and v [B, h, L, d] to [B, L, H, dv].
+
+    ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only.
+    """
     if not isinstance(attention_mask, MaskDescriptor):
         if current() is not None:
             raise BatchError(
                 f"{type(module).__name__} got {_kind(attention_mask)} instead of the mask of the shared sequence: it would "
                 "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
             )
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        extra = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
+        attend, mask = sdpa_attention_forward, attention_mask
+        if extra:  # SDPA would drop them
+            attend, mask = sys.modules[type(module).__module__].eager_attention_forward, _additive(mask, query, key)
+        return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, **extra, **kwargs)
     strange = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
     if strange:
+        layer = f" (layer {module.layer_idx})" if getattr(module, "layer_idx", None) is not None else ""
         raise BatchError(
-            f"{type(module).__name__} passes {', '.join(strange)} to its attention, which ds_cp does not apply yet: the "
+            f"{type(module).__name__}{layer} passes {', '.join(strange)} to its attention, which ds_cp does not apply: the "
             "scores would silently miss it. This model cannot be shared exactly; take the key out for it."
         )
-    if dropout:
-        raise BatchError(
-            f"{type(module).__name__} uses attention dropout {dropout:g}, which ds_cp does not apply yet: the model would "
-            "train without it. Set the config's attention dropout to 0."
-        )
-    scale = query.size(-1) ** -0.5 if scaling is None else scaling
     region = attention_mask.region
-    region.attended.add(id(module))
-    out = region.attend(query, key, value, attention_mask.rule, Score(scale))
-    return out.transpose(1, 2), None
+    layer = region.attended.setdefault(id(module), len(region.attended))
+    score = Score(
+        query.size(-1) ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        terms=attention_mask.terms + terms,
+        dropout=Dropout(dropout, region.seed(layer)) if dropout else None,
+        sinks=s_aux,
+    )
+    if query_scale is not None:
+        query = (query * query_scale).to(query.dtype)
+    return region.attend(query, key, value, attention_mask.rule, score).transpose(1, 2), None
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """SDPA's mask as eager attention wants it: None means causal to one, nothing to the other."""
+    length = query.size(-2)
+    if mask is None and length > 1:
+        mask = torch.ones(length, key.size(-2), dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def _kind(mask: Any) -> str:

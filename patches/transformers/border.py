@@ -10,17 +10,27 @@ from typing import Any, Mapping
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from ds_cp.patches.transformers import attention, families, loss, rope, support
 
+from ds_cp import balance, patches, planner
 from ds_cp import config as key
 from ds_cp import mesh as meshes
-from ds_cp import balance, patches, planner
-from ds_cp.mask import Documents
+from ds_cp.documents import Documents
 from ds_cp.mesh import Mesh
-from ds_cp.patches.transformers import attention, loss, support
 from ds_cp.planner import Plan
 from ds_cp.region import (
-    BatchError, LocalExit, Region, agree, current_exit, digest_of, enter, leave, pop_exit, push_exit,
+    BatchError,
+    LocalExit,
+    Region,
+    agree,
+    current_exit,
+    digest_of,
+    enter,
+    leave,
+    pop_exit,
+    push_exit,
 )  # fmt: skip
+from ds_cp.rules import Rule
 
 LOGITS_LIMIT = 16 << 30
 """Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
@@ -35,6 +45,7 @@ class Attachment:
     plan: Plan
     mesh: Mesh
     layers: int
+    rules: Mapping[Rule, int]
     vocab: int
     forwards: int = 0
 
@@ -53,7 +64,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
         ConfigError: the model cannot be shared exactly, or is attached with another key.
     """
     head = support.find_model(model)
-    decoder = head.get_decoder()
+    decoder = support.find_decoder(head)
     config = head.config.get_text_config(decoder=True)
     device = get_accelerator().device_name()
     facts = support.examine(head, decoder, asked.unverified)
@@ -70,6 +81,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
         plan,
         meshes.build(plan.ring, plan.ulysses, plan.timeout),
         support.attention_layers(config),
+        support.layer_rules(config),
         getattr(config, "vocab_size", 0),
     )
     patches.install()
@@ -84,14 +96,15 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             head.register_forward_pre_hook(_before_head(state, inspect.signature(head.forward)), with_kwargs=True),
             head.register_forward_hook(_after_head, always_call=True),
         ]
-    restore_loss = loss.attach(head)
+    restore = [loss.attach(head), families.attach(decoder), rope.attach(decoder)]
     _attached[decoder] = state
     alive = weakref.ref(decoder)
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        restore_loss()
+        for put_back in restore:
+            put_back()
         if config._attn_implementation == attention.NAME:
             config._attn_implementation = before
         if alive() is not None:
@@ -150,8 +163,10 @@ def _open(state: Attachment, given: Mapping[str, Any], labels: torch.Tensor | No
     agree(state.mesh.control, error, shape, digest, state.forwards)
     assert documents is not None
     plan = state.plan
-    layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents)
-    return Region(plan, state.mesh, layout, documents)
+    layout = balance.choose(
+        shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, state.rules
+    )
+    return Region(plan, state.mesh, layout, documents, whole_mask=_whole_mask(given, *shape))
 
 
 def _shape(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -165,12 +180,14 @@ def _shape(given: Mapping[str, Any]) -> tuple[int, int]:
 def _documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
     """Documents and padding from positions, 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``."""
     mask = given.get("attention_mask")
+    if _whole_mask(given, batch, seq_len) is not None:
+        return Documents.find(batch, seq_len)  # it says everything, as in transformers: packing and padding too
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
         raise BatchError(
-            f"attention_mask is a {type(mask).__name__}{shape}: a custom mask of S x S cannot be cut exactly yet, and "
-            "ignoring it would let tokens see what you hid. Pass the 2-D mask [B, S], or packed rows with position_ids "
-            "that restart."
+            f"attention_mask is a {type(mask).__name__}{shape}: that is not the whole mask of this batch, so it cannot be "
+            f"cut exactly, and ignoring it would let tokens see what you hid. Pass the 2-D mask {[batch, seq_len]}, packed "
+            f"rows with position_ids that restart, or a mask {[batch, 1, seq_len, seq_len]} of bool or of what is added."
         )
     if mask is not None and tuple(mask.shape) != (batch, seq_len):
         raise BatchError(f"attention_mask has shape {tuple(mask.shape)} for a batch of {batch} x {seq_len} tokens.")
@@ -193,10 +210,26 @@ def _documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
     )
 
 
+def _whole_mask(given: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
+    """A mask [B or 1, H or 1, S, S] that the user made; every rank holds it whole and cuts it per tile."""
+    mask = given.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
+        return None
+    if mask.requires_grad:
+        raise BatchError(
+            "attention_mask is a whole mask that asks for a gradient, which ds_cp does not compute: what made it would "
+            "silently not train. Detach it."
+        )
+    kind = mask.dtype == torch.bool or mask.is_floating_point()
+    return mask if kind and mask.size(0) in (1, batch) else None
+
+
 def _localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
     """The decoder's arguments for this rank's tokens."""
     batch, seq_len = shape
     local: dict[str, Any] = {}
+    positions = given.get("position_ids")
+    region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
     for name, value in given.items():
         if name in FLASH_FACTS:
             continue

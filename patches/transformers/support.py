@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Iterator
 
 import torch
+from ds_cp.patches.transformers import families, rope
 from transformers import PreTrainedModel
 
 from ds_cp.config import KEY, ConfigError
 from ds_cp.planner import ModelFacts
+from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 
-VERIFIED = frozenset({"gpt2", "llama", "mistral", "olmo2", "qwen2", "qwen3"})
+VERIFIED = frozenset(
+    "bert bloom cohere2 deepseek_v3 falcon gemma2 gemma3_text gemma4_text gpt2 gpt_oss llama llama4_text minicpm3 mistral "
+    "mpt olmo2 olmo3 phi3 qwen2 qwen3".split()
+)
 """Model types whose loss and gradients the tests compare with one process."""
 
-HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
-DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+SPARSE_KEYS = ("index_topk", "index_topk_blocks")
+"""How configs spell the number of keys, or blocks of keys, that an indexer chooses per query."""
 
 
 def find_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -31,6 +38,15 @@ def find_model(model: torch.nn.Module) -> PreTrainedModel:
         f'"{KEY}" shares the sequences of transformers models, but {type(model).__name__} holds none: its attention would '
         "see its own shard only. Take the key out, or wrap a PreTrainedModel. Nothing was started."
     )
+
+
+def find_decoder(head: PreTrainedModel) -> PreTrainedModel:
+    """The text decoder of a model; the model itself when it has no head."""
+    decoder = head.get_decoder()
+    if decoder is not head:
+        return decoder
+    # get_decoder() also answers "itself" where the prefix of a head class names no attribute (llama4)
+    return next((child for child in head.children() if isinstance(child, PreTrainedModel)), head)
 
 
 def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -> ModelFacts:
@@ -51,9 +67,22 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
         name = type(model).__name__
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{name} cannot be shared exactly:\n{listed}\nNothing was started.")
+    layers = _layer_configs(config)
+    heads = dict.fromkeys(_heads(layer) for layer in layers)
+    return ModelFacts(type(model).__name__, tuple(heads))
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    """A config per layer where layers differ (gemma4), else the one."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Query and key/value heads as they reach the attention: falcon repeats its own, but for multi-query."""
     query_heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    return ModelFacts(type(model).__name__, ((query_heads, key_heads),))
+    if config.model_type == "falcon":
+        return query_heads, 1 if config.multi_query and not config.new_decoder_architecture else query_heads
+    return query_heads, getattr(config, "num_key_value_heads", None) or query_heads
 
 
 def attention_layers(config: Any) -> int:
@@ -61,44 +90,43 @@ def attention_layers(config: Any) -> int:
     return config.num_hidden_layers
 
 
+def layer_rules(config: Any) -> Counter[Rule]:
+    """How many layers have which rule, as far as a config tells: an estimate for balance, which exactness ignores."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    whole = CAUSAL if getattr(config, "is_causal", True) else EVERYTHING
+    rules = {"full_attention": whole}
+    if window:
+        rules["sliding_attention"] = whole & Band(window - 1, window - 1)
+    if chunk:
+        rules["chunked_attention"] = whole & Chunks(chunk)
+    usual = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * attention_layers(config)
+    return Counter(rules.get(kind, whole) for kind in kinds)
+
+
 def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not handled yet: cross attention would meet a shard of the encoder."
-    if not getattr(config, "is_causal", True):
-        yield "bidirectional attention (is_causal = false) is not handled yet: tokens would see the past only."
-    if not getattr(type(model), "_supports_attention_backend", False):
+    through = getattr(type(model), "_supports_attention_backend", False)
+    if not through and config.model_type not in families.WITHOUT_INTERFACE:
         yield (
             "its attention does not go through transformers' attention interface, so each rank would attend to its own "
             "shard only."
         )
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - HANDLED_LAYERS):
         yield f'layers of kind "{kind}" are not handled yet: their state would restart on every rank.'
-    for rope_type in sorted(_rope_types(config) & {"dynamic", "longrope"}):
+    for name in rope.inside_layers(decoder):
         yield (
-            f'rotary embedding of type "{rope_type}" reads the sequence length from its own shard, so ranks would rotate '
-            "differently."
+            f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "
+            "recomputed it would take the length of its own shard, and ranks would rotate differently."
         )
     if getattr(config, "output_router_logits", False):
         yield "the load-balancing loss of experts (output_router_logits) would see one shard's tokens only."
-    for name in DROPOUT_KEYS:
-        if getattr(config, name, 0):
+    for name in SPARSE_KEYS:
+        if getattr(config, name, None):
             yield (
-                f"attention dropout ({name} = {getattr(config, name):g}) is not applied yet: the model would train without "
-                f"it. Set it to 0, for example from_pretrained(..., {name}=0.0)."
+                f"its layers choose the keys of each query by an index ({name} = {getattr(config, name)}); under another "
+                "attention they would silently attend to all keys, and each rank would choose among its own."
             )
     if getattr(config, "output_attentions", False):
         yield "output_attentions would need the S x S matrix that no rank holds."
-
-
-def _rope_types(config: Any) -> set[str]:
-    found: set[str] = set()
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            found.update(str(node[name]) for name in ("rope_type", "type") if node.get(name))
-            for value in node.values():
-                walk(value)
-
-    walk(getattr(config, "rope_scaling", None))
-    walk(getattr(config, "rope_parameters", None))
-    return found

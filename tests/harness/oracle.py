@@ -26,7 +26,7 @@ def truth(model_spec, *batch_specs, weights=None):
 
     With `weights` the model's are first rounded to that dtype.
     """
-    model = models.build(model_spec, attention="eager")
+    model = models.build(model_spec, attention=models.TRUE_ATTENTION.get(model_spec.type, "eager"))
     model = models.rounded(model, weights or torch.float32).eval()
     return truth_of(model, [batches.make(spec) for spec in batch_specs])
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Protocol
+from functools import cache
+from importlib import import_module
+from typing import Iterable, Protocol, Sequence, Union
 
 import torch
 
+from ds_cp.attention.kernels.windows import Launch
 from ds_cp.attention.score import Score
-from ds_cp.mask import Tile
+from ds_cp.mask import Step, Tile
+
+Work = Union[Tile, Launch]
+"""What one call of a kernel computes."""
 
 
 class Kernel(Protocol):
@@ -25,8 +31,11 @@ class Kernel(Protocol):
     def lower(self, tile: Tile) -> Iterable[Tile]:
         """Split a tile into tiles whose bands this kernel runs natively."""
 
+    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Work]:
+        """Join lowered tiles that one call computes; a kernel that cannot returns the tiles."""
+
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, score: Score
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Work, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, m, dv], lse) of the tile's band."""
 
@@ -38,23 +47,47 @@ class Kernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Work,
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tile's share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
 
 
+KERNELS = {
+    "flash_attention_4": ("flash_attention_4", "FlashAttention4"),
+    "flash_attention_3": ("flash_attention_3", "FlashAttention3"),
+    "flash_attention_2": ("flash_attention_2", "FlashAttention2"),
+    "torch": ("torch_flash", "TorchKernel"),
+    "torch on cuda": ("torch_flash", "TorchCudaKernel"),
+    "reference": ("reference", "ReferenceKernel"),
+}
+"""File and class of each kernel; a package is imported when its kernel is made."""
+
+
+@cache
+def make(name: str) -> Kernel:
+    """The kernel of a name; kernels hold no state, so one serves every engine of the process."""
+    file, kind = KERNELS[name]
+    return getattr(import_module(f"{__name__}.{file}"), kind)()
+
+
 def choose(name: str, q: torch.Tensor, v: torch.Tensor, score: Score) -> Kernel:
-    """The kernel for one call: the plan's where it takes the call, else the reference formulas.
+    """The kernel for one call: the plan's where it takes the call, else torch's, else the reference formulas.
 
     Args:
         name: the plan's kernel.
         q, v: of the call; device, dtype and head dims decide.
         score: the layer's score rule.
     """
-    from ds_cp.attention.kernels.reference import ReferenceKernel
-    from ds_cp.attention.kernels.torch_flash import TorchKernel
+    torchs = "torch on cuda" if q.is_cuda else "torch"
+    names = {"torch": [torchs], "reference": []}.get(name, [name, torchs])
+    return next((make(n) for n in names if make(n).takes(q, v, score)), make("reference"))
 
-    candidates: dict[str, Callable[[], Kernel]] = {"torch": TorchKernel, "reference": ReferenceKernel}
-    kernel = candidates[name]()
-    return kernel if kernel.takes(q, v, score) else ReferenceKernel()
+
+def work(step: Step, kernel: Kernel, device: torch.device) -> Sequence[Work]:
+    """The calls that compute a step's tiles: lowered, grouped, made once and kept with the schedule."""
+    key = kernel, device
+    if key not in step.work:
+        lowered = [piece for tile in step.tiles for piece in kernel.lower(tile)]
+        step.work[key] = kernel.group(lowered, device)
+    return step.work[key]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from ds_cp.attention.kernels.flash import FlashKernel
+from ds_cp.attention.kernels.windows import ALL, Launch
 from ds_cp.attention.score import Score
 from ds_cp.mask import OPEN, Tile, lower
 
@@ -14,7 +16,7 @@ aten = torch.ops.aten
 
 
 class TorchKernel:
-    """Runs "all keys" and "causal from the top left"; other bands are lowered to these two.
+    """On CPU. Runs "all keys" and "causal from the top left"; other bands are lowered to these two.
 
     An anti-causal square (``lo = 0``) is a causal one with both orders flipped.
     """
@@ -24,17 +26,20 @@ class TorchKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return lower(tile)
 
+    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Tile]:
+        return tiles
+
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
-        return q.device.type == "cpu" or (q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) <= 256)
+        return q.device.type == "cpu" and not score.extras
 
     def forward(self, q, k, v, tile, score):
         flip = tile.lo == 0
         if flip:
             q, k, v = _flipped(q, k, v)
-        width = v.size(-1)
-        v = _padded(v, q.size(-1))
-        out, lse = (_forward_cuda if q.is_cuda else _forward_cpu)(q, k, v, tile.hi < OPEN or flip, score.scale)
-        out = out[..., :width]
+        value_dim = v.size(-1)
+        q, k, v = _equally_wide(q, k, v)
+        out, lse = _forward_cpu(q, k, v, tile.hi < OPEN or flip, score.scale)
+        out = out[..., :value_dim]
         return _flipped(out, lse.unsqueeze(-1), squeeze=True) if flip else (out, lse)
 
     def backward(self, grad_out, q, k, v, out, lse, tile, score):
@@ -42,13 +47,39 @@ class TorchKernel:
         if flip:
             grad_out, q, k, v, out = _flipped(grad_out, q, k, v, out)
             lse = lse.flip(-1)
-        width = v.size(-1)
-        grad_out, v, out = (_padded(x, q.size(-1)) for x in (grad_out, v, out))
-        grads = (_backward_cuda if q.is_cuda else _backward_cpu)(
-            grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, score.scale
-        )
+        dim, value_dim = q.size(-1), v.size(-1)
+        grad_out, q, k, v, out = _equally_wide(grad_out, q, k, v, out)
+        grads = _backward_cpu(grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, score.scale)
         dq, dk, dv = _flipped(*grads) if flip else grads
-        return dq, dk, dv[..., :width]
+        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+
+
+class TorchCudaKernel(FlashKernel):
+    """On CUDA: FlashAttention 2 inside torch, in half precision; windows and varlen are native."""
+
+    name = "torch"
+
+    def run_forward(self, q, k, v, launch, score):
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, _causal(launch), False,
+            scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
+        )  # fmt: skip
+        return out, lse
+
+    def run_backward(self, grad_out, q, k, v, out, lse, launch, score):
+        # Without dropout the kernel never reads its random state. None for cu_seqlens arrives as the undefined tensor,
+        # which is what torch's own dense backward hands on.
+        no_rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        return aten._flash_attention_backward(
+            grad_out.contiguous(), q, k, v, out.contiguous(), lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k,
+            0.0, _causal(launch), no_rng, unused,
+            scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
+        )  # fmt: skip
+
+
+def _causal(launch: Launch) -> bool:
+    return (launch.left, launch.right) == (ALL, 0)
 
 
 def _forward_cpu(q, k, v, causal, scale):
@@ -61,31 +92,6 @@ def _backward_cpu(grad_out, q, k, v, out, lse, causal, scale):
     )
 
 
-def _forward_cuda(q, k, v, causal, scale):
-    width = v.size(-1)
-    q, k, v = (_aligned(x).transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, None, None, q.size(1), k.size(1), 0.0, causal, False, scale=scale
-    )
-    return out.transpose(1, 2)[..., :width], lse
-
-
-def _backward_cuda(grad_out, q, k, v, out, lse, causal, scale):
-    width = q.size(-1)
-    no_rng = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout is 0: the kernel never reads its seed
-    grad_out, q, k, v, out = (_aligned(x).transpose(1, 2) for x in (grad_out, q, k, v, out))
-    grads = aten._flash_attention_backward(
-        grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.size(1), k.size(1),
-        0.0, causal, no_rng, no_rng[:1], scale=scale,
-    )  # fmt: skip
-    return tuple(grad.transpose(1, 2)[..., :width] for grad in grads)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """The CUDA kernel wants head dims in multiples of 8."""
-    return _padded(x, -(-x.size(-1) // 8) * 8)
-
-
 def _flipped(*tensors: torch.Tensor, squeeze: bool = False):
     flipped = [tensor.flip(-2) for tensor in tensors]
     if squeeze:
@@ -93,6 +99,7 @@ def _flipped(*tensors: torch.Tensor, squeeze: bool = False):
     return tuple(flipped)
 
 
-def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+def _equally_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The operators want v as wide as q and k; zero columns change nothing."""
-    return F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x
+    width = max(x.size(-1) for x in tensors)
+    return [F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x for x in tensors]

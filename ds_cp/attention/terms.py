@@ -1,0 +1,83 @@
+"""Terms that are added to the scores: each knows whole-sequence facts and gives a tile its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Callable
+
+import torch
+
+from ds_cp.attention.score import Where
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """ALiBi (Press et al. 2022): a slope per head times the distance between key and query.
+
+    A constant per query drops out of the softmax, so ``slope * (k - q)`` is ``slope * k`` without large numbers.
+
+    Attributes:
+        slopes: [H].
+        positions: [B, S], where each token stands inside its document.
+        rounded: the bias is ``slope * k`` rounded to this dtype, as a model defines it; a rounded bias does depend on
+            where the document starts.
+    """
+
+    slopes: torch.Tensor
+    positions: torch.Tensor
+    factor: float = 1.0
+    rounded: torch.dtype | None = None
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.positions[where.batch]
+        k = rows[:, where.k][:, None, None, :]
+        slopes = self.slopes.view(1, -1, 1, 1)
+        if self.rounded is not None:
+            return (slopes.to(self.rounded) * k.to(self.rounded)).to(dtype) * self.factor
+        return slopes.to(dtype) * self.factor * (k - rows[:, where.q][:, None, :, None])
+
+    def of_heads(self, heads: slice) -> "Linear":
+        return replace(self, slopes=self.slopes[heads])
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A mask or bias that is given whole, [B or 1, H or 1, S, S], and cut per tile; bool hides where it is False."""
+
+    mask: torch.Tensor
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        batch = where.batch if self.mask.size(0) > 1 else slice(None)
+        return _added(self.mask[batch][:, :, where.q[:, None], where.k[None, :]], dtype)
+
+    def of_heads(self, heads: slice) -> "Whole":
+        return self if self.mask.size(1) == 1 else replace(self, mask=self.mask[:, heads])
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A mask by index, ``function(batch, head, q, k) -> bool`` as transformers' mask functions are, asked per tile.
+
+    Attributes:
+        function: takes indices that broadcast to [B, 1, m, n].
+        origin: [B, S], subtracted from the positions: 0, or where each token's document starts.
+    """
+
+    function: Callable
+    origin: torch.Tensor
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        batch = torch.arange(where.batch.start, where.batch.stop, device=where.q.device).view(-1, 1, 1, 1)
+        rows = self.origin[where.batch]
+        q = (where.q - rows[:, where.q])[:, None, :, None]
+        k = (where.k - rows[:, where.k])[:, None, None, :]
+        return _added(self.function(batch, torch.zeros_like(batch), q, k), dtype)
+
+    def of_heads(self, heads: slice) -> "Computed":
+        return self
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))

@@ -1,0 +1,124 @@
+"""Model families whose attention counts tokens by itself: a forward per attention class, bound to one model's modules.
+
+bloom, falcon and mpt compute attention without transformers' interface and build ALiBi from the tokens that they see;
+llama4 scales queries by their index. Inside a region these must come from the whole sequence.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import MethodType
+from typing import Any, Callable
+
+import torch
+from ds_cp.patches.transformers.attention import attention_forward
+
+from ds_cp.attention.terms import Linear
+from ds_cp.region import MaskDescriptor
+
+
+def bloom(original: Callable, self: Any, hidden_states, residual, alibi, attention_mask, **kwargs):
+    """BloomAttention: [B, L, hidden] to [B, L, hidden], the residual added."""
+    if not isinstance(attention_mask, MaskDescriptor):
+        return original(hidden_states, residual, alibi, attention_mask, **kwargs)
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    out, _ = attention_forward(
+        self, query, key, value, attention_mask, _rate(self), self.inv_norm_factor,
+        terms=(Linear(_slopes(self, query), attention_mask.region.positions),),
+    )  # fmt: skip
+    out = torch.nn.functional.dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training)
+    return out + residual, None
+
+
+def falcon(original: Callable, self: Any, hidden_states, alibi, attention_mask, position_embeddings=None, **kwargs):
+    """FalconAttention, rotary or with ALiBi, which falcon rounds to bf16 and scales with the scores."""
+    if not isinstance(attention_mask, MaskDescriptor):
+        return original(hidden_states, alibi, attention_mask, position_embeddings=position_embeddings, **kwargs)
+    query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
+    terms, dropout = (), _rate(self)
+    if alibi is None:
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+        (query, key), dropout = rotate(query, key, *position_embeddings), 0.0  # falcon drops with ALiBi only
+    else:
+        positions = attention_mask.region.positions
+        terms = (Linear(_slopes(self, query), positions, self.inv_norm_factor, torch.bfloat16),)
+    scale = self.head_dim**-0.5 if alibi is None else self.inv_norm_factor
+    out, _ = attention_forward(self, query, key, value, attention_mask, dropout, scale, terms=terms)
+    return self.dense(out.flatten(2)), None
+
+
+def mpt(original: Callable, self: Any, hidden_states, position_bias, cache=None, attention_mask=None, **kwargs):
+    """MptAttention."""
+    if not isinstance(attention_mask, MaskDescriptor):
+        return original(hidden_states, position_bias, cache, attention_mask, **kwargs)
+    mixed = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in mixed.chunk(3, dim=-1))
+    terms = ()
+    if position_bias is not None:
+        slopes = position_bias[:, 0, 1] - position_bias[:, 0, 0]
+        terms = (Linear(slopes, attention_mask.region.positions),)
+    dropout = self.attn_dropout_p if self.training else 0.0
+    out, _ = attention_forward(
+        self, query, key, value, attention_mask, dropout, self.softmax_scale, terms=terms
+    )
+    return self.out_proj(out.flatten(2)), None
+
+
+def llama4(original: Callable, self: Any, hidden_states, position_embeddings, attention_mask, *args, **kwargs):
+    """Llama4TextAttention: queries of layers without rotary positions grow with their index in the document."""
+    given = hidden_states, position_embeddings, attention_mask, *args
+    if not isinstance(attention_mask, MaskDescriptor) or self.use_rope or not self.attn_temperature_tuning:
+        return original(*given, **kwargs)
+    region = attention_mask.region
+    precise = torch.promote_types(hidden_states.dtype, torch.float32)
+    index = region.shard(region.positions).to(hidden_states.device, precise)
+    scale = torch.log1p(torch.floor((index + 1) / self.floor_scale)) * self.attn_scale + 1
+    self.attn_temperature_tuning = False  # for this call: it would count from the shard's first token
+    try:
+        return original(*given, query_scale=scale[:, None, :, None], **kwargs)
+    finally:
+        self.attn_temperature_tuning = True
+
+
+FORWARDS: dict[str, Callable] = {
+    "BloomAttention": bloom,
+    "FalconAttention": falcon,
+    "MptAttention": mpt,
+    "Llama4TextAttention": llama4,
+}
+WITHOUT_INTERFACE = frozenset({"bloom", "falcon", "mpt"})
+"""Model types whose attention reaches ds_cp through a forward of this file only."""
+
+
+def attach(decoder: torch.nn.Module) -> Callable[[], None]:
+    """Bind the forwards that a decoder's attention modules need; returns what undoes it."""
+    bound = []
+    for module in decoder.modules():
+        forward = FORWARDS.get(type(module).__name__)
+        if forward is not None and type(module).__module__.startswith("transformers."):
+            module.forward = MethodType(partial(_call, forward, module.forward), module)
+            bound.append(module)
+
+    def undo() -> None:
+        for module in bound:
+            module.__dict__.pop("forward", None)
+
+    return undo
+
+
+def _call(forward: Callable, original: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(original, self, *args, **kwargs)
+
+
+def _slopes(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor:
+    """[H], from the model's own table: the bias of the second key of two."""
+    build = sys.modules[type(module).__module__].build_alibi_tensor
+    two = torch.ones(1, 2, dtype=torch.long, device=query.device)
+    return build(two, module.num_heads, torch.float32)[:, 0, 1]
+
+
+def _rate(module: torch.nn.Module) -> float:
+    return module.attention_dropout.p if module.training else 0.0

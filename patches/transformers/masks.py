@@ -1,0 +1,148 @@
+"""transformers' mask functions, read as rules by walking their closures.
+
+A mask is built by nesting functions of (batch, head, q, k) index: ``and_masks(sliding_window_overlay(8), causal)``. What
+is known becomes a rule; the rest is kept as a function and asked tile by tile, never for S x S pairs. Inside a region
+the model runs on local tokens, so per-token tensors in a closure are shards: they are made whole first.
+"""
+
+from __future__ import annotations
+
+import dis
+from types import CellType, FunctionType
+from typing import Any, Callable
+
+import torch
+from transformers import masking_utils
+
+from ds_cp.attention.score import Term
+from ds_cp.attention.terms import Computed, Whole
+from ds_cp.region import BatchError, MaskDescriptor, Region
+from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
+
+KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
+    "causal_mask_function": lambda held, region: CAUSAL,
+    "bidirectional_mask_function": lambda held, region: EVERYTHING,
+    "sliding_window_overlay": lambda held, region: Band(held["sliding_window"] - 1, OPEN),
+    "sliding_window_bidirectional_overlay": lambda held, region: Band(held["sliding_window"], held["sliding_window"]),
+    # gemma3's and step3p7's own: the window does not count its edge
+    "_bidirectional_window_overlay": lambda held, region: Band(held["sliding_window"] - 1, held["sliding_window"] - 1),
+    # counted from the start of the document, which is where the left padding ends
+    "chunked_overlay": lambda held, region: Chunks(held["chunk_size"]),
+    "blockwise_overlay": lambda held, region: Blocks.of(
+        _whole(held["block_sequence_ids"], region).detach().cpu().numpy()
+    ),
+}
+"""By the name of the function that makes the mask function."""
+
+
+def describe(mask_function: Callable, region: Region) -> MaskDescriptor:
+    """The descriptor of a layer's mask.
+
+    Raises:
+        BatchError: a mask that cannot be read nor asked by index.
+    """
+    if region.whole_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
+        return MaskDescriptor(region, EVERYTHING, (Whole(region.whole_mask),))
+    return MaskDescriptor(region, *read(mask_function, region))
+
+
+def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
+    """A mask function as a rule, and as terms for what no rule expresses."""
+    if not isinstance(function, FunctionType):
+        raise BatchError(
+            f"a layer's mask is made by {function!r}, which is no plain function: ds_cp cannot see whether it holds "
+            "shards of per-token tensors, and tokens might see too much or too little. Write it as a function."
+        )
+    maker, held = _maker(function), _held(function)
+    if maker in KNOWN:
+        return KNOWN[maker](held, region), ()
+    if maker == "and_masks":
+        rule, terms = EVERYTHING, ()
+        for part in held["mask_functions"]:
+            part_rule, part_terms = read(part, region)
+            rule, terms = rule & part_rule, terms + part_terms
+        return rule, terms
+    if maker == "or_masks":
+        parts = [read(part, region) for part in held["mask_functions"]]
+        if not any(terms for _, terms in parts):
+            rule = parts[0][0]
+            for other, _ in parts[1:]:
+                rule = rule | other
+            return rule, ()
+    if not _reads_its_arguments(function) and bool(function()):
+        return EVERYTHING, ()
+    return EVERYTHING, (_by_index(function, region),)
+
+
+def _by_index(function: FunctionType, region: Region) -> Computed:
+    """The function with whole tensors in its closure, to be asked for the pairs of a tile.
+
+    Where it holds no per-token tensor it is asked as if each packed document stood alone, as transformers does.
+    """
+    gathered: list[torch.Tensor] = []
+    function = _globalised(function, region, gathered)
+    origin = torch.from_numpy(region.documents.origin(region.layout.padded_len))
+    packed = region.documents.packed
+    if gathered and packed:
+        raise BatchError(
+            f"a layer's mask {_name(function)} looks tokens up by their index in the row, and the row is packed: "
+            "transformers asks it for the index inside a document, so it would look at another document's tokens. "
+            "Train without packing, or use transformers' blockwise_overlay."
+        )
+    device = gathered[0].device if gathered else None
+    origin = origin if packed else torch.zeros_like(origin)
+    return Computed(function, origin.to(device) if device else origin)
+
+
+def _globalised(function: FunctionType, region: Region, gathered: list[torch.Tensor]) -> FunctionType:
+    """A copy of the function in whose closure, and in the functions inside, shards are whole."""
+
+    def globalise(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and region.layout.local_len in value.shape[-2:]:
+            whole = _whole(value, region)
+            gathered.append(whole)
+            return whole
+        if isinstance(value, (tuple, list)):
+            return type(value)(globalise(item) for item in value)
+        if isinstance(value, FunctionType) and value.__closure__:
+            return _globalised(value, region, gathered)
+        return value
+
+    cells = tuple(CellType(globalise(cell.cell_contents)) for cell in function.__closure__ or ())
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    return copy
+
+
+def _whole(value: torch.Tensor, region: Region) -> torch.Tensor:
+    """A per-token tensor [B, L], [1, L] or [L] for the whole sequence; one that is whole already stays."""
+    if value.size(-1) == region.layout.seq_len:
+        return value
+    if value.size(-1) != region.layout.local_len:
+        raise BatchError(
+            f"a layer's mask holds a tensor of shape {tuple(value.shape)}, neither of the row's {region.layout.seq_len} "
+            f"tokens nor of this rank's {region.layout.local_len}: ds_cp cannot tell which tokens it describes."
+        )
+    return region.gather(value, dim=-1)
+
+
+def _maker(function: FunctionType) -> str:
+    """The outermost function that made it: ``blockwise_overlay`` for ``blockwise_overlay.<locals>.inner_mask``."""
+    known = function.__module__ == masking_utils.__name__ or function.__module__.startswith("transformers.models.")
+    return function.__qualname__.partition(".<locals>")[0] if known else ""
+
+
+def _held(function: FunctionType) -> dict[str, Any]:
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells))
+
+
+def _reads_its_arguments(function: FunctionType) -> bool:
+    """False for a constant such as ``lambda *args: torch.tensor(True)``."""
+    code = function.__code__
+    takes_anything = code.co_argcount == 0 and bool(code.co_flags & 0x04)
+    return not takes_anything or any(step.argval == code.co_varnames[0] for step in dis.get_instructions(code))
+
+
+def _name(function: FunctionType) -> str:
+    return function.__qualname__.replace(".<locals>", "")
