@@ -32,7 +32,9 @@ class ContextParallelConfig(BaseModel):
     method: Literal["auto", "ulysses", "ring", "hybrid", "allgather"] = "auto"
     ulysses_size: Union[int, Auto] = Field("auto", description="hybrid: ulysses x ring = size")
     layout: Literal["auto", "zigzag", "contiguous", "balanced"] = "auto"
-    kernel: Literal["auto", "torch", "reference"] = "auto"
+    kernel: Literal[
+        "auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "torch", "reference"
+    ] = "auto"
     checks: Literal["first_step", "every_step", "off"] = "first_step"
     timeout: float = Field(600.0, gt=0, description="seconds a rank waits for its group before it fails")
     unverified: Literal["refuse", "allow"] = "refuse"

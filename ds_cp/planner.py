@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
 
+from ds_cp.attention.kernels import available
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.config import KEY, ConfigError, ContextParallelConfig
 
@@ -15,11 +16,13 @@ class ModelFacts:
 
     Attributes:
         name: how messages call the model.
-        query_heads, key_heads: H and h of each attention layer, every distinct pair once.
+        heads: H and h of each attention layer, every distinct pair once.
+        head_dims: of q, k and v, every distinct one once; empty where they are not known.
     """
 
     name: str
     heads: tuple[tuple[int, int], ...]
+    head_dims: tuple[int, ...] = ()
 
     @property
     def heads_text(self) -> str:
@@ -65,7 +68,7 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         device: ``"cpu"``, ``"cuda"``, ...
 
     Raises:
-        ConfigError: a method that the model's heads do not allow, naming one that does.
+        ConfigError: a method that the model's heads do not allow, naming one that does; a kernel that cannot run here.
     """
     size = config.size
     assert isinstance(size, int), "normalise() fills the size"
@@ -80,12 +83,7 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
     elif layout == "auto":
         layout = packed_layout = "contiguous"
         reasons["layout"] = "one ring shard holds the whole sequence in order"
-    kernel = "torch" if config.kernel == "auto" else config.kernel
-    reasons["kernel"] = (
-        "as configured"
-        if config.kernel != "auto"
-        else "the FlashAttention that torch ships" + (" for CPUs" if device == "cpu" else "; fp32 runs by formulas")
-    )
+    kernel, reasons["kernel"] = _kernel(config, facts, device)
     return Plan(
         size=size,
         ring=ring,
@@ -138,6 +136,16 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
     if best > 1:
         return "hybrid", best, f"heads or node allow ulysses over {best} of {size} ranks; ring over the rest"
     return "ring", 1, f"{facts.heads_text} do not split over the ranks of a node"
+
+
+def _kernel(config: ContextParallelConfig, facts: ModelFacts, device: str) -> tuple[str, str]:
+    """(kernel, why)."""
+    if config.kernel == "auto":
+        return available.best(device, facts.head_dims)
+    problem = available.problem(config.kernel, device)
+    if problem:
+        raise ConfigError(f'"{KEY}.kernel" is "{config.kernel}", but {problem}. Nothing was started.')
+    return config.kernel, "as configured"
 
 
 def _splits(facts: ModelFacts, ranks: int) -> bool:

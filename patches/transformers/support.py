@@ -69,7 +69,8 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
         raise ConfigError(f"{name} cannot be shared exactly:\n{listed}\nNothing was started.")
     layers = _layer_configs(config)
     heads = dict.fromkeys(_heads(layer) for layer in layers)
-    return ModelFacts(type(model).__name__, tuple(heads))
+    dims = {dim for layer in layers for dim in head_dims(layer)}
+    return ModelFacts(type(model).__name__, tuple(heads), tuple(sorted(dims)))
 
 
 def _layer_configs(config: Any) -> list[Any]:
@@ -83,6 +84,14 @@ def _heads(config: Any) -> tuple[int, int]:
     if config.model_type == "falcon":
         return query_heads, 1 if config.multi_query and not config.new_decoder_architecture else query_heads
     return query_heads, getattr(config, "num_key_value_heads", None) or query_heads
+
+
+def head_dims(config: Any) -> tuple[int, ...]:
+    """The head dims that a layer's config names, or the one that follows from its width; the kernel depends on them."""
+    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    found = {dim for name in names if isinstance(dim := getattr(config, name, None), int)}
+    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return tuple(sorted(found)) or ((width // heads,) if width and heads else ())
 
 
 def attention_layers(config: Any) -> int:
