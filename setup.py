@@ -23,7 +23,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["ds_cp", "ds_cp.*"]) + PATCHES,
     package_dir={"ds_cp.patches": "patches"},
-    package_data={"": ["*.json", "*.md", "*.txt"]},
+    package_data={"": ["*.json", "*.md", "*.txt", "*.csv"]},
     # transformers 5.24 itself needs 3.11.
     python_requires=">=3.11",
     install_requires=[

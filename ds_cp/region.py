@@ -231,16 +231,21 @@ def _rng_state() -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(eq=False)
-class LocalExit:
-    """A known loss consumer's wish that hidden states stay local; it owns shifting and sharding of the labels.
+class HeadCall:
+    """One running head: what it wants of the decoder that it is about to call, and what came of it.
 
     Attributes:
+        keeps_local: its loss is known and takes local logits, so hidden states may stay local; that loss owns shifting
+            and sharding of the labels.
         labels: for the digest of the batch.
-        region: set by the decoder that obeyed; the loss then finds local logits.
+        told: arguments about documents and positions that the caller gave to the head.
+        region: set by the decoder that left its hidden states local.
         consumed: set by the loss.
     """
 
+    keeps_local: bool = False
     labels: torch.Tensor | None = None
+    told: frozenset[str] = frozenset()
     region: Region | None = None
     consumed: bool = False
 
@@ -253,7 +258,7 @@ class _Open:
 
 
 _open: list[_Open] = []
-_exits: list[LocalExit | None] = []
+_heads: list[HeadCall] = []
 
 
 def enter(owner: object, region: Region | None) -> None:
@@ -279,16 +284,16 @@ def current() -> Region | None:
     return _open[-1].region if _open else None
 
 
-def push_exit(wish: LocalExit | None) -> None:
-    """A head starts; None says that it wants gathered hidden states."""
-    _exits.append(wish)
+def push_head(call: HeadCall) -> None:
+    """A head starts."""
+    _heads.append(call)
 
 
-def pop_exit() -> LocalExit | None:
+def pop_head() -> HeadCall | None:
     """A head has ended."""
-    return _exits.pop() if _exits else None
+    return _heads.pop() if _heads else None
 
 
-def current_exit() -> LocalExit | None:
-    """What the innermost running head wants."""
-    return _exits[-1] if _exits else None
+def current_head() -> HeadCall | None:
+    """The innermost running head."""
+    return _heads[-1] if _heads else None

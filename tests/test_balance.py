@@ -1,6 +1,7 @@
 """The balanced layout: its figures on packed rows, that nothing else changes, and when "auto" takes it."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
+from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import CAUSAL, OPEN, Documents, Rule, count, find_tiles, needed_rows, schedule
+from ds_cp.mask import count, find_tiles, needed_rows, schedule
+from ds_cp.rules import CAUSAL, OPEN, Band, Chunks
 
-RULES = [CAUSAL, Rule(OPEN, OPEN), Rule(4, 0), Rule(3, 2), Rule(40, 0)]
+RULES = [CAUSAL, Band(OPEN, OPEN), Band(4, 0), Band(3, 2), Band(40, 0)]
 
 
 def lognormal_lengths(documents, length, seed, largest=1 / 4):
@@ -91,7 +94,7 @@ def test_documents_that_fit_their_ranks_are_not_torn():
 def test_areas_of_layers_and_batch_rows_add_up():
     length = 4096
     documents = documents_of(*(lognormal_lengths(12, length, seed) for seed in range(3)))
-    layers = {CAUSAL: 1, Rule(200, 0): 5}
+    layers = {CAUSAL: 1, Band(200, 0): 5}
     layout = balanced(documents, length, 4, layers=layers)
     areas = [
         sum(
@@ -197,6 +200,8 @@ def test_a_million_tokens_of_4096_documents_cost_milliseconds():
     """The fastest of several tries: the machine may be busy."""
     length = 1 << 20
     lengths = lognormal_lengths(4096, length, 0)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    assert fastest(lambda: Documents.find(1, length, positions), 5) < 10
     documents = documents_of(lengths)
     segments = documents.segments(CAUSAL)
     assert fastest(lambda: balance.cut([(segments, 1)], length, 8)) < 5
@@ -301,3 +306,20 @@ def test_auto_decides_for_each_batch(workers):
         assert said == "zigzag; balanced for packed rows"
     for used, said in workers(2).run(layouts_used, config | {"layout": "zigzag"}, specs):
         assert used == ["zigzag"] * 3 and said == "zigzag"
+
+
+RULES_OF_CONFIGS = [
+    (dict(), {CAUSAL: 2}),
+    (dict(sliding_window=8), {Band(7, 0): 2}),
+    (dict(sliding_window=8, use_sliding_window=False), {CAUSAL: 2}),
+    (dict(sliding_window=8, layer_types=["full_attention", "sliding_attention"]), {CAUSAL: 1, Band(7, 0): 1}),
+    (dict(is_causal=False), {Band(OPEN, OPEN): 2}),
+    (dict(layer_types=["chunked_attention"] * 2, attention_chunk_size=8), {CAUSAL & Chunks(8): 2}),
+]
+
+
+@pytest.mark.parametrize("keys, rules", RULES_OF_CONFIGS, ids=[str(keys) for keys, _ in RULES_OF_CONFIGS])
+def test_the_areas_that_are_balanced_are_those_of_the_models_layers(keys, rules):
+    from ds_cp.patches.transformers import support
+
+    assert support.layer_rules(SimpleNamespace(num_hidden_layers=2, **keys)) == rules

@@ -89,14 +89,14 @@ def a_document_boundary_inside_a_shard_is_missed(patch):
 def positions_are_local(patch):
     from ds_cp.patches.transformers import border
 
-    localise = border._localise
+    localise = border.batches.localise
 
     def counted_from_zero(region, given, shape):
         local = localise(region, given, shape)
         local["position_ids"] = torch.arange(region.layout.local_len).unsqueeze(0)
         return local
 
-    patch(border, "_localise", counted_from_zero)
+    patch(border.batches, "localise", counted_from_zero)
 
 
 FAULTS = [

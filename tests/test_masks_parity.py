@@ -4,10 +4,12 @@ Cases are data: a covering selection of model, way and batch.
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from harness import batches, models, oracle, subject
+from harness.attention import Largest
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
 from harness.models import ModelSpec
@@ -92,6 +94,25 @@ def test_outside_of_a_shared_forward_softcap_and_sinks_stay(workers, model):
         return (got - want)[real].abs().max().item()
 
     assert max(workers(2).run(with_cache)) < 1e-6
+
+
+def largest_tensor(spec, config, length):
+    from ds_cp.attention.kernels import reference
+
+    reference.BLOCK = 64
+    model = subject.changed_model(spec, config).train()
+    inputs = batches.make(BatchSpec("dense", 1, length)).inputs
+    with Largest() as largest:
+        model(**inputs).loss.backward()
+    return largest.elements
+
+
+@pytest.mark.parametrize("model", ["gemma2", "gpt_oss", "falcon", "bloom", "llama4_text", "mistral windowed"])
+def test_no_model_holds_a_number_per_pair_of_tokens(workers, model):
+    length = 640
+    spec = dataclasses.replace(MODELS[model], overrides=(*MODELS[model].overrides, ("max_position_embeddings", length)))
+    for elements in workers(2).run(largest_tensor, spec, config_of("ring", 2), length):
+        assert elements < length * length / 3  # what is per token stays below
 
 
 # ---- masks that the tests make: one process gets them whole, ds_cp as transformers' mask functions ----------------

@@ -90,6 +90,22 @@ def test_evaluation_returns_the_logits_of_the_whole_batch_on_every_rank(workers,
             oracle.assert_close_logits(got, logits, oracle.TOLERANCE[dtype])
 
 
+def loss_and_logits(config, spec):
+    model = subject.changed_model(LLAMA, config).eval()
+    with torch.no_grad():
+        output = model(**batches.make(spec).inputs)
+    return output.loss.item(), output.logits
+
+
+@every_way
+def test_evaluation_with_labels_returns_the_loss_and_all_logits(workers, way):
+    spec = BatchSpec("packed", 3, 53)
+    want = truth(LLAMA, spec)
+    for loss, logits in workers(way[1]).run(loss_and_logits, config_of(*way), spec):
+        oracle.assert_close_loss(loss, want.loss, 1e-6)
+        oracle.assert_close_logits(logits, want.logits[0], 1e-5)
+
+
 def preference_loss(logits, batch):
     """A loss that the model does not know: one scalar out of the log-probabilities of whole rows."""
     valid = batch.targets != batches.IGNORE

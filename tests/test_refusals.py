@@ -57,6 +57,48 @@ def test_a_model_that_would_train_wrong_is_named_with_the_reason(workers, overri
     workers(2).run_expecting_error(with_override, f"LlamaForCausalLM cannot be shared exactly:\n- .*{message}")
 
 
+def encoder_with_pooler():
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
+
+
+def sparse_decoder():
+    from transformers import AutoModelForCausalLM, DeepseekV32Config
+
+    return AutoModelForCausalLM.from_config(
+        DeepseekV32Config(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
+            vocab_size=16, moe_intermediate_size=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
+            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+            index_n_heads=2, index_head_dim=8, index_topk=4,
+        )
+    )  # fmt: skip
+
+
+def encoder_with_a_bias_of_all_pairs():
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
+
+
+OTHERS = [
+    (encoder_with_pooler, "it pools the first token inside of the shared part.*add_pooling_layer=False"),
+    (sparse_decoder, r"choose the keys of each query by an index \(index_topk = 4\)"),
+    (encoder_with_a_bias_of_all_pairs, "relative position bias .* S x S"),
+]
+
+
+@pytest.mark.parametrize("build, message", OTHERS, ids=[build.__name__ for build, _ in OTHERS])
+def test_a_kind_of_model_that_would_train_wrong_is_named(workers, build, message):
+    def attach_it():
+        import ds_cp
+
+        ds_cp.context_parallel(build(), CP2 | {"unverified": "allow"})
+
+    workers(2).run_expecting_error(attach_it, message)
+
+
 def test_a_model_without_a_transformers_model_inside_is_refused(workers):
     def plain():
         import ds_cp
@@ -176,6 +218,16 @@ def looks_tokens_up_in_a_packed_row(inputs, rank, model):
     masks_made_by(looks_tokens_up)(inputs, rank, model)
 
 
+def keys_of_another_sequence(inputs, rank, model):
+    from transformers import masking_utils
+    from transformers.models.llama import modeling_llama
+
+    def create(config, inputs_embeds, **kwargs):
+        return masking_utils.create_bidirectional_mask(config, inputs_embeds, None, torch.zeros(1, 5, 8))
+
+    modeling_llama.create_causal_mask = create
+
+
 def blocks_of_another_length(embeds):
     from transformers.masking_utils import blockwise_overlay
 
@@ -199,6 +251,7 @@ BATCHES = [
     (passing(position_bias=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes position_bias to its attention"),
     (masks_made_by(lambda embeds: NoFunction()), "NoFunction object .* is no plain function"),
     (looks_tokens_up_in_a_packed_row, "mask looks_tokens_up.<lambda> looks tokens up by their index in the row"),
+    (keys_of_another_sequence, "asks for a mask of 20 queries and 5 keys in a shared forward"),
     (masks_made_by(blocks_of_another_length), r"holds a tensor of shape \(1, 7\), neither of the row's 37 tokens nor"),
 ]  # fmt: skip
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from harness.attention import assert_equal, inputs, one_process, positions_of, shared_attention
+from harness.attention import Largest, assert_equal, inputs, one_process, positions_of, shared_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.attention.kernels import reference
 from ds_cp.attention.score import Dropout, Score, Where
@@ -182,21 +181,6 @@ def test_dropout_is_right_on_average_and_in_every_direction(rate):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns, in elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,9 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
 
     from ds_cp.attention.score import Score
     from ds_cp.attention.ulysses import HeadSplit
+    from ds_cp.balance import choose
     from ds_cp.config import read
     from ds_cp.documents import Documents
-    from ds_cp.layout import Layout
     from ds_cp.mesh import Mesh, build
     from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
     from ds_cp.region import Region
@@ -148,7 +148,8 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
         plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
         mesh = build(plan.ring, plan.ulysses, plan.timeout)
         documents = Documents.find(1, positions.shape[1], positions)
-        region = Region(plan, mesh, Layout(positions.shape[1], plan.ring, plan.ulysses, plan.layout), documents)
+        layout = choose(positions.shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents)
+        region = Region(plan, mesh, layout, documents)
         local = [x.requires_grad_() for x in _inputs(shape, region.layout.local_len)]
 
         def run(region: Region, local: list[torch.Tensor]) -> None:

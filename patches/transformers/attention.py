@@ -45,12 +45,14 @@ def install() -> None:
 
 
 @torch.compiler.disable
-def mask_forward(*args: Any, mask_function: Callable = causal_mask_function, **kwargs: Any):
+def mask_forward(
+    batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Callable = causal_mask_function, **kwargs: Any
+):
     """A mask descriptor inside a region, SDPA's mask outside."""
     region = current()
     if region is None:
-        return sdpa_mask(*args, mask_function=mask_function, **kwargs)
-    return masks.describe(mask_function, region)
+        return sdpa_mask(batch_size, q_length, kv_length, *args, mask_function=mask_function, **kwargs)
+    return masks.describe(mask_function, region, q_length, kv_length)
 
 
 @torch.compiler.disable
@@ -83,6 +85,11 @@ def attention_forward(
         if extra:  # SDPA would drop them
             attend, mask = sys.modules[type(module).__module__].eager_attention_forward, _additive(mask, query, key)
         return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, **extra, **kwargs)
+    if key.size(-2) != query.size(-2):
+        raise BatchError(
+            f"{type(module).__name__} attends to {key.size(-2)} keys with {query.size(-2)} queries in a shared forward: the "
+            "keys are not the sequence that is shared, so a mask of it does not fit them."
+        )
     strange = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
     if strange:
         layer = f" (layer {module.layer_idx})" if getattr(module, "layer_idx", None) is not None else ""

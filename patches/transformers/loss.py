@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_cp.loss import causal_lm_loss, shift_left
-from ds_cp.region import current_exit
+from ds_cp.region import current_head
 
 
 def attach(head: torch.nn.Module) -> Callable[[], None]:
@@ -42,13 +42,13 @@ def shared_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``ForCausalLMLoss``; inside a local exit the logits are local, labels are full-length and shifted here."""
-    wish = current_exit()
-    if wish is None or wish.region is None:
+    """``ForCausalLMLoss``; when the head kept them local, the logits are local, labels are full-length and shifted here."""
+    head_call = current_head()
+    if head_call is None or head_call.region is None:
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    wish.consumed = True
+    head_call.consumed = True
     targets = shift_left(labels, ignore_index) if shift_labels is None else shift_labels
-    return causal_lm_loss(logits, targets, wish.region, num_items_in_batch, ignore_index)
+    return causal_lm_loss(logits, targets, head_call.region, num_items_in_batch, ignore_index)
 
 
 def keeps_local(head: torch.nn.Module) -> bool:

@@ -35,12 +35,17 @@ KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
 """By the name of the function that makes the mask function."""
 
 
-def describe(mask_function: Callable, region: Region) -> MaskDescriptor:
-    """The descriptor of a layer's mask.
+def describe(mask_function: Callable, region: Region, queries: int, keys: int) -> MaskDescriptor:
+    """The descriptor of a layer's mask over so many local queries and keys.
 
     Raises:
-        BatchError: a mask that cannot be read nor asked by index.
+        BatchError: a mask that cannot be read nor asked by index, or of another sequence's keys.
     """
+    if queries != keys:
+        raise BatchError(
+            f"a layer asks for a mask of {queries} queries and {keys} keys in a shared forward: the keys belong to another "
+            "sequence (cross attention, a cache or a prefix), of which each rank would see what it takes for its shard."
+        )
     if region.whole_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
         return MaskDescriptor(region, EVERYTHING, (Whole(region.whole_mask),))
     return MaskDescriptor(region, *read(mask_function, region))
@@ -81,7 +86,6 @@ def _by_index(function: FunctionType, region: Region) -> Computed:
     """
     gathered: list[torch.Tensor] = []
     function = _globalised(function, region, gathered)
-    origin = torch.from_numpy(region.documents.origin(region.layout.padded_len))
     packed = region.documents.packed
     if gathered and packed:
         raise BatchError(
@@ -89,9 +93,8 @@ def _by_index(function: FunctionType, region: Region) -> Computed:
             "transformers asks it for the index inside a document, so it would look at another document's tokens. "
             "Train without packing, or use transformers' blockwise_overlay."
         )
-    device = gathered[0].device if gathered else None
-    origin = origin if packed else torch.zeros_like(origin)
-    return Computed(function, origin.to(device) if device else origin)
+    origin = torch.from_numpy(region.documents.origin(region.layout.seq_len)).to(region.positions.device)
+    return Computed(function, origin if packed else torch.zeros_like(origin))
 
 
 def _globalised(function: FunctionType, region: Region, gathered: list[torch.Tensor]) -> FunctionType:

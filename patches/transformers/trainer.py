@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable
 
-from ds_cp import patches
 from ds_cp.patches.deepspeed import active
+
+from ds_cp import patches
 
 
 class _PerGroup:
@@ -30,11 +31,17 @@ def cp_size(ds_config: Any) -> int:
 
 
 def install() -> None:
-    """Patch the Trainer's two places that count the world's ranks, and the config's batch size check."""
-    from transformers import Trainer
+    """Patch the config's batch size check, which TrainingArguments calls; the Trainer itself only then, for importing
+    it costs a plain loop a second."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     patches.replace(HfTrainerDeepSpeedConfig, "trainer_config_process", _config_process, "batch sizes by dp")
+
+
+def _install_trainer() -> None:
+    """Patch the Trainer's two places that count the world's ranks."""
+    from transformers import Trainer
+
     patches.replace(Trainer, "get_total_train_batch_size", _total_batch_size, "counts each group once")
     patches.replace(Trainer, "_track_num_input_tokens", _tokens_seen, "counts each group once")
 
@@ -42,6 +49,7 @@ def install() -> None:
 def _config_process(original: Callable) -> Callable:
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
+        _install_trainer()
         return original(self, _PerGroup(args, cp_size(self.config)), *rest, **kwargs)
 
     return trainer_config_process

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
@@ -90,3 +91,18 @@ def assert_equal(got, want, tolerance):
     everything = torch.stack([b.norm() for b in want]).norm()  # an exact zero gradient has no size of its own
     for name, a, b in zip(("out", "dq", "dk", "dv", "d sinks"), got, want, strict=False):
         assert (a - b).norm() <= tolerance * max(b.norm(), 1e-3 * everything), f"{name}: {(a - b).norm():.1e}"
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result

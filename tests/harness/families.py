@@ -62,13 +62,19 @@ def outcome(model_type, methods=("ring", "ulysses")):
         truths = {"dense": compare.truth(model, dense, TransformersInDouble)}
     except Exception as error:  # not a fault of ds_cp: the tiny config does not build or run without it
         return Outcome(model_type, "not built", _first_line(error))
-    worst = 0.0
+    worst, note = 0.0, ""
     for method in methods:
         shared = copy.deepcopy(model)
         try:
             ds_cp.context_parallel(shared, {"size": 2, "method": method, "unverified": "allow", "timeout": 20})
             for batch in (dense, packed):
-                got = compare.shared(shared, batch)
+                try:
+                    got = compare.shared(shared, batch)
+                except BatchError as error:
+                    if batch is dense or "does not pass position_ids on" not in str(error):
+                        raise
+                    note = "; packed rows are refused"
+                    continue
                 if batch.name not in truths:
                     truths[batch.name] = compare.truth(model, batch, TransformersInDouble)
                 error = compare.error(got, truths[batch.name].want)
@@ -79,7 +85,7 @@ def outcome(model_type, methods=("ring", "ulysses")):
             return Outcome(model_type, "refused", _reason(error))
         except Exception as error:
             return Outcome(model_type, "wrong", f"{method}: {_first_line(error)}")
-    return Outcome(model_type, "exact", f"{worst:.0e}")
+    return Outcome(model_type, "exact", f"{worst:.0e}{note}")
 
 
 def _reason(error):

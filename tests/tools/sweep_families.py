@@ -1,6 +1,6 @@
 """Compare every causal LM type with one process and write what was found: `python tests/tools/sweep_families.py`.
 
-Writes patches/transformers/families.csv, which start-up consults, and docs/models.md, which people read. With type
+Writes patches/transformers/verified.csv, which start-up consults, and docs/models.md, which people read. With type
 names as arguments only these are compared again and the rest is kept.
 """
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "patches" / "transformers" / "families.csv"
+TABLE = ROOT / "patches" / "transformers" / "verified.csv"
 PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 

@@ -1,0 +1,127 @@
+"""What a call says of its batch: arguments by name, documents and padding, and the same for one rank's tokens."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Mapping
+
+import torch
+
+from ds_cp.documents import Documents
+from ds_cp.region import BatchError, Region
+
+FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
+
+
+def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """All arguments by name."""
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+def facts(given: Mapping[str, Any]) -> frozenset[str]:
+    """Which arguments about documents and positions a call was given."""
+    return frozenset(name for name in ("position_ids", *FLASH_FACTS) if given.get(name) is not None)
+
+
+def refuse_lost_facts(told: frozenset[str], given: Mapping[str, Any]) -> None:
+    """Raise when a head was told of documents or positions and its decoder was not (bloom, mpt).
+
+    Raises:
+        BatchError: names the arguments.
+    """
+    lost = sorted(told - facts(given))
+    if lost:
+        raise BatchError(
+            f"the model does not pass {', '.join(lost)} on to its decoder, so packed documents would see each other (they do "
+            "in plain transformers too). Give it one document per row, padded, or pass the argument to the decoder itself."
+        )
+
+
+def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
+    """(B, S) of the batch."""
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if tokens is None:
+        raise BatchError("the decoder got neither input_ids nor inputs_embeds, so there is no sequence to share.")
+    return tokens.shape[0], tokens.shape[1]
+
+
+def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
+    """Documents and padding from positions, 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``."""
+    mask = given.get("attention_mask")
+    if whole_mask(given, batch, seq_len) is not None:
+        return Documents.find(batch, seq_len)  # it says everything, as in transformers: packing and padding too
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
+        raise BatchError(
+            f"attention_mask is a {type(mask).__name__}{shape}: that is not the whole mask of this batch, so it cannot be "
+            f"cut exactly, and ignoring it would let tokens see what you hid. Pass the 2-D mask {[batch, seq_len]}, packed "
+            f"rows with position_ids that restart, or a mask {[batch, 1, seq_len, seq_len]} of bool or of what is added."
+        )
+    if mask is not None and tuple(mask.shape) != (batch, seq_len):
+        raise BatchError(f"attention_mask has shape {tuple(mask.shape)} for a batch of {batch} x {seq_len} tokens.")
+    if given.get("output_attentions"):
+        raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
+    positions = given.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        positions = positions[0] if positions.size(0) == 4 else None
+    boundaries = given.get("cu_seq_lens_q")
+    keys = given.get("cu_seq_lens_k")
+    if boundaries is not None and keys is not None and not torch.equal(boundaries, keys):
+        raise BatchError("cu_seq_lens_q and cu_seq_lens_k differ; a decoder's queries and keys are the same tokens.")
+    return Documents.find(
+        batch,
+        seq_len,
+        positions=_numpy(positions),
+        unmasked=None if mask is None else _numpy(mask) != 0,
+        boundaries=_numpy(boundaries),
+        seq_idx=_numpy(given.get("seq_idx")),
+    )
+
+
+def whole_mask(given: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
+    """A mask [B or 1, H or 1, S, S] that the user made; every rank holds it whole and cuts it per tile."""
+    mask = given.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
+        return None
+    if mask.requires_grad:
+        raise BatchError(
+            "attention_mask is a whole mask that asks for a gradient, which ds_cp does not compute: what made it would "
+            "silently not train. Detach it."
+        )
+    kind = mask.dtype == torch.bool or mask.is_floating_point()
+    return mask if kind and mask.size(0) in (1, batch) else None
+
+
+def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
+    """The decoder's arguments for this rank's tokens."""
+    batch, seq_len = shape
+    local: dict[str, Any] = {}
+    positions = given.get("position_ids")
+    region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
+    for name, value in given.items():
+        if name in FLASH_FACTS:
+            continue
+        if name == "position_ids" and value is not None:
+            local[name] = region.shard(value, dim=-1)
+        elif isinstance(value, torch.Tensor) and value.shape[:2] == (batch, seq_len):
+            local[name] = region.shard(value)
+        elif isinstance(value, torch.Tensor) and value.dim() == 1 and name == "cache_position":
+            local[name] = region.shard(value, dim=0)
+        else:
+            local[name] = value
+    tokens = local.get("input_ids") if local.get("input_ids") is not None else local["inputs_embeds"]
+    if local.get("position_ids") is None:
+        everyone = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
+        local["position_ids"] = region.shard(everyone)
+    # All ones: the region knows the padding, and local positions must not be searched for documents.
+    local["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    return local
+
+
+def _numpy(tensor: torch.Tensor | None):
+    return None if tensor is None else tensor.detach().cpu().numpy()
