@@ -10,7 +10,7 @@ import base64
 import difflib
 import json
 import os
-from typing import Any, Literal, Mapping, Union
+from typing import Any, Literal, Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,13 +28,13 @@ class ContextParallelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: Union[int, Auto] = Field("auto", description="ranks that share one sequence")
+    size: int | Auto = Field("auto", description="ranks that share one sequence")
     method: Literal["auto", "ulysses", "ring", "hybrid", "allgather"] = "auto"
-    ulysses_size: Union[int, Auto] = Field("auto", description="hybrid: ulysses x ring = size")
+    ulysses_size: int | Auto = Field("auto", description="hybrid: ulysses x ring = size")
     layout: Literal["auto", "zigzag", "contiguous", "balanced"] = "auto"
-    kernel: Literal[
-        "auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "torch", "reference"
-    ] = "auto"
+    kernel: Literal["auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "torch", "reference"] = (
+        "auto"
+    )
     checks: Literal["first_step", "every_step", "off"] = "first_step"
     timeout: float = Field(600.0, gt=0, description="seconds a rank waits for its group before it fails")
     unverified: Literal["refuse", "allow"] = "refuse"

@@ -38,7 +38,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if (self.name == "balanced") != (self.cut is not None):
-            raise ValueError(f'a cut belongs to the layout "balanced" and to no other, got "{self.name}" and {self.cut}')
+            raise ValueError(
+                f'a cut belongs to the layout "balanced" and to no other, got "{self.name}" and {self.cut}'
+            )
 
     @cached_property
     def chunks(self) -> int:

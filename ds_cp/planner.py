@@ -50,7 +50,9 @@ class Plan:
 
     @property
     def layout_text(self) -> str:
-        return self.layout if self.packed_layout == self.layout else f"{self.layout}; {self.packed_layout} for packed rows"
+        return (
+            self.layout if self.packed_layout == self.layout else f"{self.layout}; {self.packed_layout} for packed rows"
+        )
 
     @property
     def ahead(self) -> int:
@@ -160,9 +162,7 @@ def _no_split(facts: ModelFacts, asked: int, fits: list[int]) -> str:
     )
 
 
-def exchanged_bytes(
-    ring: int, ulysses: int, local_len: int, heads: tuple[int, int], head_dim: int, item: int
-) -> float:
+def exchanged_bytes(ring: int, ulysses: int, local_len: int, heads: tuple[int, int], head_dim: int, item: int) -> float:
     """Bytes that a rank sends per layer in the forward pass of bidirectional dense attention.
 
     ``(U-1)/U e L d (2H + 2h')`` for the all-to-alls and ``(R-1) 2 L h'_U d e`` for ring or all-gather, with h' the

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Sequence
 
 import numpy as np
@@ -127,7 +127,7 @@ class Region:
         return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
 
 
-@lru_cache(maxsize=None)
+@cache
 def head_split(query_heads: int, key_heads: int, ranks: int) -> HeadSplit:
     """The heads of each ulysses rank; the planner has made sure that a split exists."""
     split = HeadSplit.plan(query_heads, key_heads, ranks)

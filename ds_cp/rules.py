@@ -129,8 +129,10 @@ class Blocks(Rule):
         segments = segments[np.argsort(segments[:, Q_START], kind="stable")]
         first, last = _neighbours(blocks[:, 0], blocks[:, 1], segments)
         pieces = np.repeat(blocks, last - first, axis=0)
-        which = first.repeat(last - first) + np.arange(len(pieces)) - np.repeat(
-            np.cumsum(last - first) - (last - first), last - first
+        which = (
+            first.repeat(last - first)
+            + np.arange(len(pieces))
+            - np.repeat(np.cumsum(last - first) - (last - first), last - first)
         )
         return _seen(_clip(segments[which], *pieces.T))
 

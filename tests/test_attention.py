@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from harness.attention import assert_equal, inputs, one_process, shared_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from ds_cp.attention.merge import merge
 from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
 from ds_cp.layout import Layout
 from ds_cp.rules import CAUSAL, OPEN, Band
+from harness.attention import assert_equal, inputs, one_process, shared_attention
 
 RULES = {
     "causal": CAUSAL,
@@ -83,6 +83,17 @@ def test_bf16_error_does_not_grow_with_the_ring(ranks):
             errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want)])
     shared, own = (torch.tensor(errors).median(0).values for errors in (shared_errors, own_errors))
     assert (shared <= 1.5 * own).all(), (shared, own)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_blocks_are_accumulated_in_fp32(seed):
+    """At ring 16, rounding after each merge would show: measured 3.7e-3 for out, 8.7e-3 for lse, 6.2e-3 for dK and dV
+    where fp32 leaves 2.3e-3 (out) and 3.3e-3 (gradients), which is the rounding of a single block."""
+    tensors = [x.bfloat16() for x in inputs(1, 2, 1, 512, 32, 32, seed=seed)]
+    want = one_process(*(x.double() for x in tensors), [[512]], CAUSAL)
+    got, _ = shared_attention(*tensors, [[512]], CAUSAL, Layout(512, 16, 1), "torch")
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want)]
+    assert errors[0] < 2.8e-3 and max(errors[1:]) < 4.2e-3, errors
 
 
 BYTES = [

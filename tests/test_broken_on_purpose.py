@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from harness import oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
@@ -38,7 +39,11 @@ def gradients_of_keys_do_not_come_home(patch):
     from ds_cp.attention.exchange import PeerExchange
 
     send_home = PeerExchange.send_home
-    patch(PeerExchange, "send_home", lambda self, step, grad, home: send_home(self, step, grad * (step is self.steps[0]), home))
+    patch(
+        PeerExchange,
+        "send_home",
+        lambda self, step, grad, home: send_home(self, step, grad * (step is self.steps[0]), home),
+    )
 
 
 def labels_shift_after_sharding(patch):
@@ -71,7 +76,11 @@ def the_loss_sum_has_no_adjoint(patch):
 def the_all_to_all_has_the_wrong_adjoint(patch):
     from ds_cp.collectives import _AllToAll
 
-    patch(_AllToAll, "backward", staticmethod(lambda ctx, grad: (grad.reshape(sum(ctx.send), *grad.shape[1:]), None, None, None)))
+    patch(
+        _AllToAll,
+        "backward",
+        staticmethod(lambda ctx, grad: (grad.reshape(sum(ctx.send), *grad.shape[1:]), None, None, None)),
+    )
 
 
 def a_document_boundary_inside_a_shard_is_missed(patch):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from harness import models
 from harness.models import ModelSpec
 

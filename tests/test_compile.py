@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from harness import batches, models, oracle, subject
+
+from harness import batches, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
 
-PACKINGS = [BatchSpec("packed", 1, 53, seed=seed) for seed in range(5)]
+PACKINGS = [BatchSpec("packed", 1, 53, turn=turn) for turn in range(5)]
 CP2 = {"size": 2, "method": "ring"}
 
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from harness import families
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))

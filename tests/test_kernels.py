@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from harness.flash_stand_in import SIGNATURES, VERSIONS, make_kernel, stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools import flash_signatures
@@ -26,6 +25,7 @@ from ds_cp.layout import Layout
 from ds_cp.mask import OPEN, Tile, find_tiles, schedule
 from ds_cp.planner import ModelFacts, resolve
 from ds_cp.rules import CAUSAL, Band
+from harness.flash_stand_in import SIGNATURES, VERSIONS, make_kernel, stand_in
 
 CPU = torch.device("cpu")
 NEWEST = [(kernel, version) for kernel, version in VERSIONS if version in ("2.8.3.post2", "hopper 01afd16", "4.0.0b36")]
@@ -345,10 +345,22 @@ def test_auto_passes_over_a_package_of_an_unknown_version_and_names_wide_heads(m
 
 REFUSED = [
     (None, (), "cpu", "flash_attention_2", 'needs an NVIDIA card and this job runs on "cpu". Use "torch" or "auto"'),
-    ((9, 0), (), "cuda", "flash_attention_2", 'flash-attn is not installed here. Install it by "pip install flash-attn'),
+    (
+        (9, 0),
+        (),
+        "cuda",
+        "flash_attention_2",
+        'flash-attn is not installed here. Install it by "pip install flash-attn',
+    ),
     ((9, 0), (), "cuda", "flash_attention_3", 'building it from the folder "hopper"'),
     ((10, 0), (), "cuda", "flash_attention_4", '"pip install flash-attn-4", or use "auto"'),
-    ((8, 0), ALL_THREE, "cuda", "flash_attention_3", r"needs a Hopper card \(compute capability 9\) and this one has 8.0"),
+    (
+        (8, 0),
+        ALL_THREE,
+        "cuda",
+        "flash_attention_3",
+        r"needs a Hopper card \(compute capability 9\) and this one has 8.0",
+    ),
     ((8, 0), ALL_THREE, "cuda", "flash_attention_4", "needs a Blackwell or Hopper card"),
     (None, ALL_THREE, "cuda", "flash_attention_2", "no NVIDIA card is visible here"),
 ]
@@ -357,13 +369,17 @@ REFUSED = [
 @pytest.mark.parametrize("card, installed, device, kernel, sentence", REFUSED)
 def test_a_kernel_that_cannot_run_here_is_refused_with_what_to_do(machine, card, installed, device, kernel, sentence):
     machine(card, *installed)
-    with pytest.raises(ConfigError, match=f'"context_parallel.kernel" is "{kernel}", but .*{sentence}.*Nothing was started'):
+    with pytest.raises(
+        ConfigError, match=f'"context_parallel.kernel" is "{kernel}", but .*{sentence}.*Nothing was started'
+    ):
         chosen(kernel, device)
 
 
 def test_an_installed_package_of_an_unknown_version_is_refused_by_name(machine):
     machine((9, 0), *ALL_THREE, broken=("flash_attention_3",))
-    with pytest.raises(ConfigError, match="cannot be used: f of the installed package lacks q.*Install another version"):
+    with pytest.raises(
+        ConfigError, match="cannot be used: f of the installed package lacks q.*Install another version"
+    ):
         chosen("flash_attention_3")
 
 

@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from harness import batches, models, oracle, subject
 from harness.attention import Largest
 from harness.batches import BatchSpec
@@ -117,7 +118,42 @@ def test_no_model_holds_a_number_per_pair_of_tokens(workers, model):
 
 # ---- masks that the tests make: one process gets them whole, ds_cp as transformers' mask functions ----------------
 
-BLOCKS = [-1, -1, -1, 0, 0, 0, 0, -1, -1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, -1, -1, -1, -1, 3, 3, 3, 3, -1, 3, 3, -1]
+BLOCKS = [
+    -1,
+    -1,
+    -1,
+    0,
+    0,
+    0,
+    0,
+    -1,
+    -1,
+    1,
+    1,
+    1,
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+    -1,
+    -1,
+    -1,
+    -1,
+    3,
+    3,
+    3,
+    3,
+    -1,
+    3,
+    3,
+    -1,
+]
 LENGTH = 37
 
 

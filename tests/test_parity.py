@@ -5,6 +5,7 @@ Cases are data: a covering selection in which every pair of values that can occu
 
 import pytest
 import torch
+
 from harness import subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
@@ -63,11 +64,7 @@ def specs_of(case):
 
 def test_the_cases_hold_every_pair_of_values_that_can_occur_together():
     held = {
-        ((one, case[one]), (other, case[other]))
-        for case in CASES
-        for one in case
-        for other in case
-        if one != other
+        ((one, case[one]), (other, case[other])) for case in CASES for one in case for other in case if one != other
     }
     assert not [pair for pair in possible_pairs(FACTORS, CONSTRAINTS) if pair not in held]
     assert set(FACTORS["type"]) <= set(TYPES)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
@@ -154,7 +155,9 @@ def test_lora_gradients_are_exact_and_the_base_stays_frozen(workers):
 
         model = models.build(LLAMA)
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"]))
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
+        )
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)

@@ -5,12 +5,13 @@ import signal
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy, logsigmoid
+
 from harness import batches, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of
 from harness.models import ModelSpec
 from harness.oracle import truth
-from torch.nn.functional import cross_entropy, logsigmoid
 
 LLAMA = ModelSpec("llama")
 WAYS = [
@@ -149,9 +150,7 @@ OBEYED = [
 def test_what_the_user_says_about_labels_and_counts_is_obeyed(workers, way, extras):
     spec, plain = BatchSpec("packed", 3, 37, extras=extras), BatchSpec("packed", 3, 37)
     assert abs(truth(LLAMA, spec).loss / truth(LLAMA, plain).loss - 1) > 1e-4  # ignoring it would show
-    subject.check(
-        workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]), truth(LLAMA, spec)
-    )
+    subject.check(workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]), truth(LLAMA, spec))
 
 
 @every_way
@@ -206,9 +205,7 @@ def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
     """In fp64: the true gradients of q and k are zero where one key is seen, and fp32's rounding is not."""
     spec = BatchSpec("dense", 3, length)
     arguments = (LLAMA, config_of(*way, kernel), [spec], torch.float64)
-    subject.check(
-        workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(LLAMA, spec), torch.float64
-    )
+    subject.check(workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(LLAMA, spec), torch.float64)
 
 
 @every_way
@@ -217,9 +214,7 @@ def test_scores_whose_exponentials_overflow_are_exact(workers, way, kernel):
     """Rows of scores move by hundreds, up or down: e to that power is infinite or zero even in fp64."""
     model, spec = ModelSpec("gpt2", kv_heads=8, score_offset=500.0), BatchSpec("packed", 3, 53)
     arguments = (model, config_of(*way, kernel), [spec], torch.float64)
-    subject.check(
-        workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(model, spec), torch.float64
-    )
+    subject.check(workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(model, spec), torch.float64)
 
 
 @every_way
@@ -227,9 +222,7 @@ def test_scores_whose_exponentials_overflow_are_exact(workers, way, kernel):
 def test_two_forwards_may_precede_one_backward(workers, way, checkpointing):
     specs = [BatchSpec("dense", 3, 37), BatchSpec("packed", 1, 53)]
     arguments = (LLAMA, config_of(*way), specs, checkpointing)
-    subject.check(
-        workers(way[1]).run(subject.loss_and_gradients_of_two_forwards, *arguments), truth(LLAMA, *specs)
-    )
+    subject.check(workers(way[1]).run(subject.loss_and_gradients_of_two_forwards, *arguments), truth(LLAMA, *specs))
 
 
 def run_twice(config, spec):
@@ -280,9 +273,7 @@ def train_with_own_batch(config, specs):
 @every_way
 @pytest.mark.parametrize("other", ["tokens", "length", "documents"])
 def test_a_batch_that_differs_inside_a_group_is_refused_on_every_rank(workers, way, other):
-    odd = {"tokens": BatchSpec(seed=1), "length": BatchSpec(length=40), "documents": BatchSpec("packed")}[
-        other
-    ]
+    odd = {"tokens": BatchSpec(seed=1), "length": BatchSpec(length=40), "documents": BatchSpec("packed")}[other]
     specs = [BatchSpec()] * (way[1] - 1) + [odd]
     workers(way[1]).run_expecting_error(train_with_own_batch, "(?i)batch", config_of(*way), specs)
 

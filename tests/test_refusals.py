@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+
 from harness import batches, engine, models, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
@@ -195,7 +196,10 @@ def masks_made_by(make):
 
         def create(config, inputs_embeds, **kwargs):
             return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["ds_cp"](
-                inputs_embeds.shape[0], inputs_embeds.shape[1], inputs_embeds.shape[1], mask_function=make(inputs_embeds)
+                inputs_embeds.shape[0],
+                inputs_embeds.shape[1],
+                inputs_embeds.shape[1],
+                mask_function=make(inputs_embeds),
             )
 
         modeling_llama.create_causal_mask = create
@@ -283,7 +287,9 @@ def test_whole_logits_for_an_unknown_loss_have_a_limit(workers):
         assert model(**inputs, logits_to_keep=1).logits.shape[1] == 1
         model(**inputs)
 
-    workers(2).run_expecting_error(without_labels, "called without labels, so each rank would hold the logits of all 1 x 37")
+    workers(2).run_expecting_error(
+        without_labels, "called without labels, so each rank would hold the logits of all 1 x 37"
+    )
 
 
 # ---- DeepSpeed's features and batch arithmetic ----------------------------------------------------------------
@@ -319,7 +325,9 @@ def test_a_feature_that_would_train_wrong_is_refused_by_name(feature):
 
     base = engine.json_config(CP2, 1)
     refuse_features(base)
-    with pytest.raises(ValueError, match=f'"{feature}" together with "context_parallel" is refused: .*Take one of the two'):
+    with pytest.raises(
+        ValueError, match=f'"{feature}" together with "context_parallel" is refused: .*Take one of the two'
+    ):
         refuse_features(base | FEATURES[feature])
 
 
@@ -347,7 +355,9 @@ def test_pipeline_modules_are_refused(workers):
         from deepspeed.pipe import PipelineModule
 
         engine.activate()
-        stages = PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss())
+        stages = PipelineModule(
+            [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss()
+        )
         deepspeed.initialize(model=stages, config=engine.json_config(CP2, 1))
 
     workers(2).run_expecting_error(pipeline, "PipelineModule")

@@ -55,7 +55,9 @@ blocks = st.lists(
     st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 2)), min_size=1, max_size=12), min_size=2, max_size=2
 ).map(lambda rows: Blocks.of(np.stack([_ids(row) for row in rows])))
 atoms = st.one_of(bands, st.builds(Chunks, st.integers(1, 15)), blocks)
-rules = st.recursive(atoms, lambda part: st.one_of(st.builds(Both, part, part), st.builds(Either, part, part)), max_leaves=4)
+rules = st.recursive(
+    atoms, lambda part: st.one_of(st.builds(Both, part, part), st.builds(Either, part, part)), max_leaves=4
+)
 
 
 def _ids(runs):

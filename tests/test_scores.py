@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from harness.attention import Largest, assert_equal, inputs, one_process, positions_of, shared_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from ds_cp.attention.score import Dropout, Score, Where
 from ds_cp.attention.terms import Computed, Linear, Whole
 from ds_cp.layout import Layout
 from ds_cp.rules import CAUSAL, EVERYTHING, Band
+from harness.attention import Largest, assert_equal, inputs, one_process, positions_of, shared_attention
 
 DOCUMENTS = [[17, 1, 1, 18], [5, 30, 2]]
 LENGTH, HEADS = 37, 6

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from harness import engine, models
 from harness.models import ModelSpec
 
@@ -62,7 +63,9 @@ def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, **mo
     args = arguments(folder, ds_config, **more)
     trainer = Trainer(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(), data_collator=collator)
     trainer.train(resume_from_checkpoint=resume)
-    logs = [{k: log.get(k) for k in ("loss", "grad_norm", "step")} for log in trainer.state.log_history if "loss" in log]
+    logs = [
+        {k: log.get(k) for k in ("loss", "grad_norm", "step")} for log in trainer.state.log_history if "loss" in log
+    ]
     weights = engine.full_weights(trainer.model_wrapped.module if ds_config else trainer.model)
     return {
         "logs": logs,

@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 import torch
+
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
@@ -118,10 +119,7 @@ def test_zero_3_builds_its_parameters_in_shards_from_a_checkpoint(workers, tmp_p
 def steps_of_engines(model_spec, configs, batch_specs):
     """All engines live in one process; their steps alternate."""
     engines = [engine.initialize(config, models.build(model_spec)) for config in configs]
-    return [
-        engine.step(each, [batches.make(spec).inputs])
-        for each, spec in zip(engines, batch_specs, strict=True)
-    ]
+    return [engine.step(each, [batches.make(spec).inputs]) for each, spec in zip(engines, batch_specs, strict=True)]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -153,9 +151,7 @@ def errors_of_one_process_in_bf16(specs, batch):
         made = batches.make(batch)
         oracle.loss_of(oracle.logits_of_documents_alone(model, made).float(), made).backward()
         errors.append(
-            oracle.total_error(
-                oracle.gradients_of(model), truth(spec, batch, weights=torch.bfloat16).gradients
-            )
+            oracle.total_error(oracle.gradients_of(model), truth(spec, batch, weights=torch.bfloat16).gradients)
         )
     return errors
 
@@ -172,9 +168,7 @@ def assert_as_good_as_one_process(gradients_by_seed, specs, batch):
     wants = [truth(spec, batch, weights=torch.bfloat16).gradients for spec in specs]
     errors = [oracle.total_error(got, want) for got, want in zip(gradients_by_seed, wants, strict=True)]
     own = errors_of_one_process_in_bf16(specs, batch)
-    assert statistics.median(errors) <= ALLOWED * statistics.median(own), (
-        f"errors {errors}, one process {own}"
-    )
+    assert statistics.median(errors) <= ALLOWED * statistics.median(own), f"errors {errors}, one process {own}"
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
@@ -182,9 +176,7 @@ def assert_as_good_as_one_process(gradients_by_seed, specs, batch):
 def test_bf16_is_as_exact_as_one_process(workers, way, kind):
     specs, batch = [ModelSpec("llama", seed=seed) for seed in SEEDS], BatchSpec(kind, 3, 64)
     by_rank = workers(way[1]).run(gradients_of_seeds, specs, config_of(*way), batch)
-    assert_as_good_as_one_process(
-        [oracle.mean_over_ranks(seed) for seed in zip(*by_rank, strict=True)], specs, batch
-    )
+    assert_as_good_as_one_process([oracle.mean_over_ranks(seed) for seed in zip(*by_rank, strict=True)], specs, batch)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -74,9 +74,9 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         kernel, exchange = ctx.kernel, ctx.make_exchange("backward")
         dq = torch.zeros_like(query, dtype=lse.dtype)
-        rows = _as_rows(key, value)
-        home = torch.zeros_like(rows, dtype=lse.dtype)
-        for step, rows in exchange.pieces(rows):
+        own = _as_rows(key, value)
+        home = torch.zeros_like(own, dtype=lse.dtype)
+        for step, rows in exchange.pieces(own):
             k, v = _as_heads(rows, key.size(-1))
             grad_rows = torch.zeros_like(rows, dtype=lse.dtype)
             dk, dv = _as_heads(grad_rows, key.size(-1))

@@ -95,4 +95,3 @@ def run(size: int, work: Callable[[InProcessGroup], Any], timeout: float = 30.0)
     if first is not None:
         raise first
     return results
-

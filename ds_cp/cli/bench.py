@@ -70,7 +70,9 @@ def bench(
                       f"{row.wall_ratio:.3f}", f"{row.sent / 2**20:.2f}", share)  # fmt: skip
     Console().print(table)
     if output:
-        output.write_text(json.dumps({"shape": asdict(shape), "ranks": ranks, "rows": [asdict(r) for r in rows]}, indent=1))
+        output.write_text(
+            json.dumps({"shape": asdict(shape), "ranks": ranks, "rows": [asdict(r) for r in rows]}, indent=1)
+        )
 
 
 def measure(shape: Shape, repeats: int) -> list[Row]:
@@ -160,5 +162,7 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
             return mesh.ring.sent.total() + mesh.ulysses.sent.total()
 
         forward = exchanged_bytes(plan.ring, plan.ulysses, region.layout.local_len, heads, shape.head_dim, 4)
-        full = forward * (3 if plan.ring > 1 else 2)  # backward: rows again and fp32 gradients, or the inverse all-to-all
+        full = forward * (
+            3 if plan.ring > 1 else 2
+        )  # backward: rows again and fp32 gradients, or the inverse all-to-all
         yield method, (partial(run, region, local), full, partial(sent, mesh))

@@ -48,5 +48,8 @@ def _activation() -> tuple[bool, str]:
 def _compiler() -> tuple[bool, str]:
     missing = [tool for tool in ("c++", "ninja") if not shutil.which(tool)]
     if missing:
-        return False, f"{' and '.join(missing)} not found: on CPU, init_distributed of DeepSpeed builds an operator with them"
+        return (
+            False,
+            f"{' and '.join(missing)} not found: on CPU, init_distributed of DeepSpeed builds an operator with them",
+        )
     return True, "found"

@@ -42,9 +42,7 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: tu
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 20 s of compiling that nothing here uses
-    deepspeed.init_distributed(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False
-    )
+    deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # start tables of tiny models
         result = work(*args)
     with open(os.path.join(folder, f"result_{rank}"), "wb") as file:

@@ -9,14 +9,20 @@ LAYERS, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 2, 8, 2, 8, 128
 
 SIZES: dict[str, int | float | None] = {
     # widths
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "attention_hidden_size"), HEADS * HEAD_DIM),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "attention_hidden_size"), HEADS * HEAD_DIM
+    ),
     **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "d_inner", "input_hidden_size"), HEADS * HEAD_DIM),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 96),
     **dict.fromkeys(("encoder_ffn_dim", "d_ff", "intermediate_size_mlp", "shared_intermediate_size"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 32
+    ),
     **dict.fromkeys(("hidden_size_per_layer_input", "moe_latent_size"), 16),
     # depths
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS
+    ),
     # heads
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("encoder_attention_heads",), HEADS),
@@ -33,7 +39,12 @@ SIZES: dict[str, int | float | None] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCAB),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 256),
     **{name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"))},
-    **{name: VOCAB - 2 - i for i, name in enumerate(("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id"))},
+    **{
+        name: VOCAB - 2 - i
+        for i, name in enumerate(
+            ("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id")
+        )
+    },
     "original_max_position_embeddings": 64,
     # masks
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention_window", "window_size"), 6),

@@ -41,7 +41,9 @@ def verify(
     model: Annotated[str, typer.Argument(help="a checkpoint folder, a model type such as llama, or a cached model id")],
     config: Annotated[Path | None, typer.Option(help="a DeepSpeed JSON; its key's kernel and layout are used")] = None,
     ranks: Annotated[int, typer.Option(help="gloo processes on this machine")] = 2,
-    full: Annotated[bool, typer.Option("--full", help="the real weights instead of a tiny model of the same kind")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="the real weights instead of a tiny model of the same kind")
+    ] = False,
 ) -> None:
     """Compare loss and gradients with one process, for each method and ZeRO stage; exit 0 only if all are exact."""
     console = Console()
@@ -84,7 +86,9 @@ def findings_of(model: str, asked: dict[str, Any], full: bool) -> list[Finding]:
     if any(one.exact for one in findings):
         for stage in STAGES:
             for batch in batches:
-                got = _with_engine(copy.deepcopy(original), {**asked, "size": size, "unverified": "allow"}, stage, batch)
+                got = _with_engine(
+                    copy.deepcopy(original), {**asked, "size": size, "unverified": "allow"}, stage, batch
+                )
                 error = compare.error(got, truths[batch.name].want)
                 findings.append(Finding("auto", stage, batch.name, error, truths[batch.name].tolerance))
     return findings

@@ -48,9 +48,7 @@ class StageError(Exception):
 
 def arguments() -> argparse.Namespace:
     """Read the command line; the defaults are the demo."""
-    parser = argparse.ArgumentParser(
-        description="Fine-tune a real checkpoint, its rows shared by CPU processes."
-    )
+    parser = argparse.ArgumentParser(description="Fine-tune a real checkpoint, its rows shared by CPU processes.")
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "build" / "demo", help="where files go")
     parser.add_argument("--config", type=Path, default=CONFIGS / "demo.json", help="the DeepSpeed config")
     parser.add_argument("--processes", type=int, default=2)
@@ -217,9 +215,7 @@ def report(args: argparse.Namespace, console: Console) -> bool:
     for way in ("forward", "backward"):
         sent = [rank["traffic"].get(f"{way}_bytes_per_layer", 0) for rank in ranks]
         exchanged = exchanged and all(sent)
-        table.add_row(
-            f"bytes sent per layer and row, {way}", " + ".join(f"{number:,.0f}" for number in sent), "0", ""
-        )
+        table.add_row(f"bytes sent per layer and row, {way}", " + ".join(f"{number:,.0f}" for number in sent), "0", "")
     table.add_row("seconds per step", f"{max(rank['seconds_per_step'] for rank in ranks):.1f}", "", "")
     console.print(table)
 

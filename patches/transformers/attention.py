@@ -10,13 +10,13 @@ import sys
 from typing import Any, Callable
 
 import torch
-from ds_cp.patches.transformers import masks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
 from ds_cp.attention.score import Dropout, Score, Term
+from ds_cp.patches.transformers import masks
 from ds_cp.region import BatchError, MaskDescriptor, current
 
 NAME = "ds_cp"
@@ -46,7 +46,12 @@ def install() -> None:
 
 @torch.compiler.disable
 def mask_forward(
-    batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Callable = causal_mask_function, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Callable = causal_mask_function,
+    **kwargs: Any,
 ):
     """A mask descriptor inside a region, SDPA's mask outside."""
     region = current()
@@ -108,7 +113,7 @@ def attention_forward(
     )
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
-    return region.attend(query, key, value, attention_mask.rule, score).transpose(1, 2), None
+    return region.attend(query, key, value, attention_mask.rule, score).transpose(1, 2).contiguous(), None
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -10,13 +10,13 @@ from typing import Any, Mapping
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from ds_cp.patches.transformers import attention, families, loss, rope, support
-from ds_cp.patches.transformers import batch as batches
 
 from ds_cp import balance, patches, planner
 from ds_cp import config as key
 from ds_cp import mesh as meshes
 from ds_cp.mesh import Mesh
+from ds_cp.patches.transformers import attention, families, loss, rope, support
+from ds_cp.patches.transformers import batch as batches
 from ds_cp.planner import Plan
 from ds_cp.region import BatchError, HeadCall, Region, agree, current_head, digest_of, enter, leave, pop_head, push_head
 from ds_cp.rules import Rule
@@ -150,9 +150,7 @@ def _open(state: Attachment, given: Mapping[str, Any], call: HeadCall) -> Region
     agree(state.mesh.control, error, shape, digest, state.forwards)
     assert documents is not None
     plan = state.plan
-    layout = balance.choose(
-        shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, state.rules
-    )
+    layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, state.rules)
     return Region(plan, state.mesh, layout, documents, whole_mask=batches.whole_mask(given, *shape))
 
 

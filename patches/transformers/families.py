@@ -12,9 +12,9 @@ from types import MethodType
 from typing import Any, Callable
 
 import torch
-from ds_cp.patches.transformers.attention import attention_forward
 
 from ds_cp.attention.terms import Linear
+from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.region import MaskDescriptor
 
 
@@ -61,9 +61,7 @@ def mpt(original: Callable, self: Any, hidden_states, position_bias, cache=None,
         slopes = position_bias[:, 0, 1] - position_bias[:, 0, 0]
         terms = (Linear(slopes, attention_mask.region.positions),)
     dropout = self.attn_dropout_p if self.training else 0.0
-    out, _ = attention_forward(
-        self, query, key, value, attention_mask, dropout, self.softmax_scale, terms=terms
-    )
+    out, _ = attention_forward(self, query, key, value, attention_mask, dropout, self.softmax_scale, terms=terms)
     return self.out_proj(out.flatten(2)), None
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-from ds_cp.patches.transformers import families, rope
 from transformers import PreTrainedModel
 
 from ds_cp.config import KEY, ConfigError
+from ds_cp.patches.transformers import families, rope
 from ds_cp.planner import ModelFacts
 from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable
 
-from ds_cp.patches.deepspeed import active
-
 from ds_cp import patches
+from ds_cp.patches.deepspeed import active
 
 
 class _PerGroup:

@@ -237,7 +237,11 @@ def describe(case: Case) -> str:
 
 
 def header(device: str) -> Iterator[str]:
-    card = f"{torch.cuda.get_device_name()}, {torch.version.cuda}" if device == "cuda" else "no card: a dry run over stand-ins"
+    card = (
+        f"{torch.cuda.get_device_name()}, {torch.version.cuda}"
+        if device == "cuda"
+        else "no card: a dry run over stand-ins"
+    )
     yield f"{card}; torch {torch.__version__}; Python {platform.python_version()}"
     if device == "cuda":
         for name in NAMES[1:]:

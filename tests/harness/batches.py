@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from harness.models import VOCAB
 
 IGNORE = -100
@@ -39,6 +40,7 @@ class BatchSpec:
     length: int = 37
     labels: str = "all"
     seed: int = 0
+    turn: int = 0  # packed rows begin with the document at this index: other packings of the same length
     extras: tuple = ()  # of "shift_labels", "num_items_in_batch", "num_items_in_batch as a tensor"
 
 
@@ -54,11 +56,11 @@ DOCUMENT_LENGTHS = [
 ]
 
 
-def _documents_of_packed_rows(rows, length):
+def _documents_of_packed_rows(rows, length, turn=0):
     documents = []
     for row in range(rows):
-        start = 0
-        for size in DOCUMENT_LENGTHS[row % len(DOCUMENT_LENGTHS)] + [length]:
+        start, lengths = 0, DOCUMENT_LENGTHS[row % len(DOCUMENT_LENGTHS)]
+        for size in lengths[turn:] + lengths[:turn] + [length]:
             stop = min(start + size, length)
             if stop > start:
                 documents.append(Document(row, start, stop, position=0))
@@ -78,8 +80,8 @@ def _dense(rows, length):
     return [Document(row, 0, length, 0) for row in range(rows)], {}
 
 
-def _packed(rows, length):
-    documents = _documents_of_packed_rows(rows, length)
+def _packed(rows, length, turn=0):
+    documents = _documents_of_packed_rows(rows, length, turn)
     return documents, {"position_ids": _restarting_positions(documents, rows, length)}
 
 
@@ -91,9 +93,7 @@ def _packed_with_ones_mask(rows, length):
 def _packed_by_cu_seq_lens(rows, length):
     """Positions do not restart: only the cumulated lengths, of one row, say where a document ends."""
     assert rows == 1, "cu_seq_lens describe one flattened row"
-    documents = [
-        Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(1, length)
-    ]
+    documents = [Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(1, length)]
     bounds = torch.tensor([0] + [d.stop for d in documents], dtype=torch.int32)
     longest = max(d.stop - d.start for d in documents)
     flash = dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
@@ -106,9 +106,7 @@ def _packed_by_positions_and_cu_seq_lens(rows, length):
 
 
 def _packed_by_seq_idx(rows, length):
-    documents = [
-        Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(rows, length)
-    ]
+    documents = [Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(rows, length)]
     seq_idx = torch.zeros(rows, length, dtype=torch.int32)
     for index, document in enumerate(documents):
         seq_idx[document.row, document.start : document.stop] = index
@@ -151,7 +149,8 @@ LABELS = {
 
 
 def make(spec):
-    documents, seen = KINDS[spec.kind](spec.rows, spec.length)
+    turned = {"turn": spec.turn} if spec.turn else {}
+    documents, seen = KINDS[spec.kind](spec.rows, spec.length, **turned)
     generator = torch.Generator().manual_seed(1000 + spec.seed)
     ids = torch.randint(0, VOCAB, (spec.rows, spec.length), generator=generator)
     labels = torch.full_like(ids, IGNORE)

@@ -4,6 +4,7 @@ import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  initialize imports it: 4 s that no forked rank should pay
 import torch
 from deepspeed.utils import safe_get_full_grad
+
 from harness import batches, models, oracle, subject
 
 LEARNING_RATE = 10.0  # large: an update then shows the gradient to seven digits

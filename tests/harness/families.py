@@ -5,10 +5,10 @@ import signal
 from dataclasses import dataclass
 
 import torch
-from harness.models import TransformersInDouble
 
 from ds_cp.cli import compare
 from ds_cp.cli.shrink import VOCAB, tiny_config
+from harness.models import TransformersInDouble
 
 SECONDS = 40
 

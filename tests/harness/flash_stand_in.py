@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 
@@ -44,7 +44,7 @@ def _function(kernel: str, version: str, name: str, signature: dict[str, Any], c
         returned = [values.get(r) if values.get(r) is not None else _copy(spare) for r in signature["returns"]]
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    names = {"torch": torch, "Optional": Optional, "Tuple": Tuple, "Callable": Callable, "_body": body}
+    names = {"torch": torch, "Optional": Optional, "Tuple": tuple, "Callable": Callable, "_body": body}
     returns = f" -> {signature['annotation']}" if "annotation" in signature else ""
     text = f"def {name}({_known(signature['parameters'])}){returns}:\n    return _body(dict(locals()))"
     exec(text, names)
@@ -88,7 +88,9 @@ class _Call:
     def _check(self) -> None:
         widths = {self.arguments["q"].size(-1), self.arguments["v"].size(-1)}
         assert all(width % 8 == 0 for width in widths) and (len(widths) == 1 or widths == {192, 128})
-        tensors = [self.arguments[name] for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if name in self.arguments]
+        tensors = [
+            self.arguments[name] for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if name in self.arguments
+        ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 assert tensor.stride(-1) == 1 and tensor.dim() == (3 if self.several else 4)
@@ -100,7 +102,10 @@ class _Call:
         if self.several:
             assert self.cu_seqlens_q.dtype == self.cu_seqlens_k.dtype == torch.int32
             assert type(self.max_seqlen_q) is type(self.max_seqlen_k) is int
-            assert self.max_seqlen_q == self.cu_seqlens_q.diff().max() and self.max_seqlen_k == self.cu_seqlens_k.diff().max()
+            assert (
+                self.max_seqlen_q == self.cu_seqlens_q.diff().max()
+                and self.max_seqlen_k == self.cu_seqlens_k.diff().max()
+            )
 
     def documents(self) -> list[tuple[slice, slice]]:
         """(queries, keys) of each document; one of all rows without cu_seqlens."""

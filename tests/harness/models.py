@@ -94,9 +94,7 @@ class ModelSpec:
 
 def build(spec, dtype=torch.float32, attention=None):
     """The same weights for the same spec, rounded to the dtype."""
-    names = dict(
-        hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads
-    )
+    names = dict(hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads)
     names["vocab"] = VOCAB
     sizes = {
         key: names[value[1:-1]] if isinstance(value, str) and value[0] == "{" else value

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from harness import batches, models
 from torch.nn.functional import cross_entropy
+
+from harness import batches, models
 
 # C1: per parameter |g - g*| <= tolerance * max(|g*|, FLOOR * |all g*|)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -110,8 +111,7 @@ def assert_close_gradients(got, want, tolerance):
     errors = gradient_errors(got, want)
     worst = sorted(errors, key=lambda name: _nan_first(errors[name]), reverse=True)[:5]
     lines = [
-        f"  {errors[name]:.2e}  {name}  |g|={got[name].norm():.3e}  |g*|={want[name].norm():.3e}"
-        for name in worst
+        f"  {errors[name]:.2e}  {name}  |g|={got[name].norm():.3e}  |g*|={want[name].norm():.3e}" for name in worst
     ]
     too_far = [name for name in errors if not errors[name] <= tolerance]
     message = f"{len(too_far)} of {len(errors)} gradients are off by more than {tolerance:g}; the worst:\n"
@@ -128,9 +128,7 @@ def assert_close_logits(got, want, tolerance):
 
 
 def assert_close_loss(got, want, tolerance):
-    assert abs(got - want) <= tolerance * abs(want), (
-        f"loss {got!r}, want {want!r}, {abs(got - want):.2e} apart"
-    )
+    assert abs(got - want) <= tolerance * abs(want), f"loss {got!r}, want {want!r}, {abs(got - want):.2e} apart"
 
 
 def _nan_first(error):

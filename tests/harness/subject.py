@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed
+
 from harness import batches, models, oracle
 
 

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 import torch.distributed
+
 from harness.workers import RanksFailed, workers
 
 

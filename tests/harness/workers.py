@@ -44,9 +44,7 @@ class RanksFailed(AssertionError):
             if report.outcome != "returned":
                 ranks_by_fault.setdefault((report.message, report.details), []).append(report.rank)
         faults = ranks_by_fault.items()
-        super().__init__(
-            "\n".join(f"rank {ranks}: {message}\n{details}" for (message, details), ranks in faults)
-        )
+        super().__init__("\n".join(f"rank {ranks}: {message}\n{details}" for (message, details), ranks in faults))
 
 
 def workers(world, timeout=WATCHDOG_SECONDS):
@@ -75,14 +73,8 @@ class Workers:
         unexpected = [r for r in reports if r.outcome != ("died" if r.rank in dying else "raised")]
         if unexpected:
             outcomes = {report.rank: report.outcome for report in reports}
-            raise AssertionError(
-                f"every rank should have raised {match!r}, but: {outcomes}\n{RanksFailed(reports)}"
-            )
-        wrong = [
-            report
-            for report in reports
-            if report.outcome == "raised" and not re.search(match, report.message)
-        ]
+            raise AssertionError(f"every rank should have raised {match!r}, but: {outcomes}\n{RanksFailed(reports)}")
+        wrong = [report for report in reports if report.outcome == "raised" and not re.search(match, report.message)]
         if wrong:
             raise AssertionError(f"no match for {match!r}\n{RanksFailed(wrong)}")
         return [report.message for report in reports]
@@ -234,13 +226,9 @@ def _join_the_world(rank, world, folder):
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # there is no port: ranks meet in a file
-    deepspeed.init_distributed(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False
-    )
+    deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
 
 
 def _leave_the_world():

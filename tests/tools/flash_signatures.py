@@ -24,7 +24,12 @@ from typing import Any, Iterator
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "flash_signatures.json"
 
-DENSE_AND_VARLEN = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
+DENSE_AND_VARLEN = (
+    "_flash_attn_forward",
+    "_flash_attn_backward",
+    "_flash_attn_varlen_forward",
+    "_flash_attn_varlen_backward",
+)
 SOURCES = {
     "flash_attention_2": {
         "package": "flash-attn",
@@ -85,7 +90,11 @@ def _custom_operator(node: ast.FunctionDef) -> dict[str, Any]:
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call) and "custom_op" in ast.unparse(decorator.func):
             mutates = next(k.value for k in decorator.keywords if k.arg == "mutates_args")
-            return {"custom_op": True, "annotation": ast.unparse(node.returns), "mutates": list(ast.literal_eval(mutates))}
+            return {
+                "custom_op": True,
+                "annotation": ast.unparse(node.returns),
+                "mutates": list(ast.literal_eval(mutates)),
+            }
     return {}
 
 
@@ -101,7 +110,9 @@ def collect() -> Iterator[tuple[str, str, dict[str, Any]]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, write nothing; exit 1 if something moved")
-    parser.add_argument("--hopper", nargs=2, metavar=("NAME", "FILE"), help="hopper/flash_attn_interface.py and its name")
+    parser.add_argument(
+        "--hopper", nargs=2, metavar=("NAME", "FILE"), help="hopper/flash_attn_interface.py and its name"
+    )
     options = parser.parse_args(arguments)
     known = json.loads(DATA.read_text()) if DATA.exists() else {}
     fresh = json.loads(json.dumps(known))

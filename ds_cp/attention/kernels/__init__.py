@@ -12,7 +12,7 @@ from ds_cp.attention.kernels.windows import Launch
 from ds_cp.attention.score import Score
 from ds_cp.mask import Step, Tile
 
-Work = Union[Tile, Launch]
+Work = Tile | Launch
 """What one call of a kernel computes."""
 
 

@@ -50,9 +50,7 @@ class FlashAttention2(FlashKernel):
         self._forward = bind(module._flash_attn_forward, FORWARD, NEEDS)
         self._backward = bind(module._flash_attn_backward, BACKWARD, NEEDS + GRADS)
         self._forward_varlen = bind(module._flash_attn_varlen_forward, FORWARD + VARLEN, NEEDS + LENGTHS)
-        self._backward_varlen = bind(
-            module._flash_attn_varlen_backward, BACKWARD + VARLEN, NEEDS + GRADS + LENGTHS
-        )
+        self._backward_varlen = bind(module._flash_attn_varlen_backward, BACKWARD + VARLEN, NEEDS + GRADS + LENGTHS)
         self.varlen = "softcap" in parameters(module._flash_attn_varlen_forward)  # with 2.6 came both
         self.extras = frozenset({"softcap"}) if self.varlen else frozenset()
 
