@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Sequence
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ds_cp.layout import Layout
 from ds_cp.mesh import Group
@@ -24,6 +25,7 @@ class _GatherSequence(torch.autograd.Function):
         return gathered.flatten(0, 1).index_select(0, index).movedim(0, dim).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         layout, group = ctx.layout, ctx.group
         grad = grad.movedim(ctx.dim, 0)
@@ -40,6 +42,7 @@ class _AllReduce(torch.autograd.Function):
         return group.all_reduce(value, "reduce a sum")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         return ctx.group.all_reduce(grad, "reduce a gradient"), None
 
@@ -51,6 +54,7 @@ class _AllToAll(torch.autograd.Function):
         return group.all_to_all(rows, send, receive, "forward all-to-all")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         back = ctx.group.all_to_all(grad.contiguous(), ctx.receive, ctx.send, "backward all-to-all")
         return back, None, None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Iterator, Sequence
 
@@ -51,11 +51,17 @@ class Group:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Turn a backend's failure into a sentence that names rank, group and exchange."""
+        """Turn a backend's failure into a sentence that names rank, group and exchange.
+
+        gloo raises it here after the timeout; NCCL's own watchdog ends the process instead, and the next agreement on a
+        batch, which runs on gloo, is what says the sentence on the ranks that are left.
+        """
         start = time.monotonic()
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             raise GroupError(
                 f"rank {self.ranks[self.rank]} lost its {self.name} group {list(self.ranks)} in '{what}', after "
                 f"{time.monotonic() - start:.1f} s (timeout {self.timeout:g} s). Another rank of the group has failed, "
@@ -153,6 +159,7 @@ class Mesh:
         ring, ulysses: its two axes.
         control: the cp group again, on gloo and CPU, for records that must not touch the device.
         dp_size, dp_rank: how many groups there are, and which one this is.
+        attention_calls: "forward" and "backward" passes of attention layers so far.
     """
 
     dp_size: int
@@ -161,13 +168,14 @@ class Mesh:
     ring: Group
     ulysses: Group
     control: Group
+    attention_calls: Counter = field(default_factory=Counter)
 
     def traffic(self) -> dict[str, float]:
         """Bytes that this rank sent for attention, per attention call so far, forward and backward."""
         return {
-            f"{word}_bytes_per_layer": (self.ring.sent[word] + self.ulysses.sent[word]) / self.cp.calls[word]
+            f"{word}_bytes_per_layer": (self.ring.sent[word] + self.ulysses.sent[word]) / self.attention_calls[word]
             for word in ("forward", "backward")
-            if self.cp.calls[word]
+            if self.attention_calls[word]
         }
 
 
@@ -187,12 +195,22 @@ def build(ring: int, ulysses: int, timeout: float) -> Mesh:
         return _meshes[key]
     size = ring * ulysses
     grid = torch.arange(world).view(world // size, ring, ulysses)
+    cp = _axis("context-parallel", grid.flatten(1).tolist(), me, timeout)
+
+    def axis(name: str, lines: list[list[int]]) -> Group:
+        # the same ranks as the whole cp group need no second communicator
+        return (
+            replace(cp, name=name, sent=Counter(), calls=Counter())
+            if len(lines[0]) == size
+            else _axis(name, lines, me, timeout)
+        )
+
     mesh = Mesh(
         dp_size=world // size,
         dp_rank=me // size,
-        cp=_axis("context-parallel", grid.flatten(1).tolist(), me, timeout),
-        ring=_axis("ring", grid.transpose(1, 2).reshape(-1, ring).tolist(), me, timeout),
-        ulysses=_axis("ulysses", grid.reshape(-1, ulysses).tolist(), me, timeout),
+        cp=cp,
+        ring=axis("ring", grid.transpose(1, 2).reshape(-1, ring).tolist()),
+        ulysses=axis("ulysses", grid.reshape(-1, ulysses).tolist()),
         control=_axis("context-parallel", grid.flatten(1).tolist(), me, timeout, backend="gloo"),
     )
     _meshes[key] = mesh

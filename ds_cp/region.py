@@ -123,7 +123,7 @@ class Region:
         return q, select(k, step.rows)
 
     def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:
-        self.mesh.cp.calls[word] += 1  # attention calls, for the traffic per layer
+        self.mesh.attention_calls[word] += 1
         return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
 
 
@@ -258,7 +258,7 @@ class _Open:
 
 
 _open: list[_Open] = []
-_heads: list[HeadCall] = []
+_heads: list[tuple[object, HeadCall]] = []
 
 
 def enter(owner: object, region: Region | None) -> None:
@@ -284,16 +284,16 @@ def current() -> Region | None:
     return _open[-1].region if _open else None
 
 
-def push_head(call: HeadCall) -> None:
-    """A head starts."""
-    _heads.append(call)
+def push_head(owner: object, call: HeadCall) -> None:
+    """The head ``owner`` starts."""
+    _heads.append((owner, call))
 
 
-def pop_head() -> HeadCall | None:
-    """A head has ended."""
-    return _heads.pop() if _heads else None
+def pop_head(owner: object) -> HeadCall | None:
+    """The head ``owner`` has ended; None if it failed before it started."""
+    return _heads.pop()[1] if _heads and _heads[-1][0] is owner else None
 
 
 def current_head() -> HeadCall | None:
     """The innermost running head."""
-    return _heads[-1] if _heads else None
+    return _heads[-1][1] if _heads else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Callable, Iterator
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ds_cp.attention.exchange import Exchange
 from ds_cp.attention.kernels import Kernel, Work, work
@@ -56,7 +57,8 @@ class _Attention(torch.autograd.Function):
         # [B, L, H, dv] underneath, so that the model's transpose back is free
         out = query.new_zeros((batch, length, heads, value.size(-1)), dtype=precise).transpose(1, 2)
         lse = query.new_full((batch, heads, length), float("-inf"), dtype=precise)
-        for step, rows in make_exchange("forward").pieces(_as_rows(key, value)):
+        own = _as_rows(key, value)
+        for step, rows in make_exchange("forward").pieces(own):
             k, v = _as_heads(rows, key.size(-1))
             for tile, rule in _work(step, kernel, score, locate, query.device):
                 q_index, k_index = _indices(tile)
@@ -65,21 +67,22 @@ class _Attention(torch.autograd.Function):
         if sinks is not None:
             fold_in(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.save_for_backward(query, own, sinks, out, lse)
+        ctx.key_dim, ctx.dtypes = key.size(-1), (query.dtype, key.dtype, value.dtype)
         ctx.make_exchange, ctx.kernel, ctx.score, ctx.locate = make_exchange, kernel, score, locate
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
+        query, own, sinks, out, lse = ctx.saved_tensors
         kernel, exchange = ctx.kernel, ctx.make_exchange("backward")
         dq = torch.zeros_like(query, dtype=lse.dtype)
-        own = _as_rows(key, value)
         home = torch.zeros_like(own, dtype=lse.dtype)
         for step, rows in exchange.pieces(own):
-            k, v = _as_heads(rows, key.size(-1))
-            grad_rows = torch.zeros_like(rows, dtype=lse.dtype)
-            dk, dv = _as_heads(grad_rows, key.size(-1))
+            k, v = _as_heads(rows, ctx.key_dim)
+            grad_rows = home if rows is own else torch.zeros_like(rows, dtype=lse.dtype)
+            dk, dv = _as_heads(grad_rows, ctx.key_dim)
             for tile, rule in _work(step, kernel, ctx.score, ctx.locate, query.device):
                 q_index, k_index = _indices(tile)
                 parts = kernel.backward(
@@ -88,11 +91,12 @@ class _Attention(torch.autograd.Function):
                 )  # fmt: skip
                 for total, index, part in zip((dq, dk, dv), (q_index, k_index, k_index), parts):
                     total[index] += part
-            exchange.send_home(step, grad_rows, home)
+            if rows is not own:
+                exchange.send_home(step, grad_rows, home)
         exchange.finish(home)
-        dk, dv = _as_heads(home, key.size(-1))
         d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), d_sinks, None, None, None, None
+        grads = [grad.to(dtype) for grad, dtype in zip((dq, *_as_heads(home, ctx.key_dim)), ctx.dtypes)]
+        return *grads, d_sinks, None, None, None, None
 
 
 def _work(
@@ -113,7 +117,7 @@ def _work(
 
 def _as_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """[B, h, L, d] and [B, h, L, dv] as one [L, B, h, d + dv]: any run of rows is contiguous and travels as it is."""
-    return torch.cat((key, value), dim=-1).permute(2, 0, 1, 3).contiguous()
+    return torch.cat((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=-1)
 
 
 def _as_heads(rows: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

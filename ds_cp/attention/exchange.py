@@ -1,8 +1,7 @@
 """How rows of K and V reach the rank that needs them, and how their gradients come home.
 
 One idea for every method: the schedule says, step by step, which rows travel between which two ranks. ``ring`` has the
-next step's rows under way while a step is computed; ``allgather`` has all of them under way at once and computes when
-they are there. Rows travel straight from their owner; gradients return in one hop.
+next step's rows under way while a step is computed; ``allgather`` has all of them under way from the start. Rows travel straight from their owner; gradients return in one hop.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Exchange(Protocol):
     """What the four steps need from a transport."""
 
     def pieces(self, rows: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor]]:
-        """Yield (step, rows that arrived [n, B, h, D]) for each step with work; the local rows come first."""
+        """Yield (step, rows that arrived [n, B, h, D]) for each step; this rank's own rows come first, as given."""
 
     def send_home(self, step: Step, grad_rows: torch.Tensor, home: torch.Tensor) -> None:
         """Start the journey of a step's gradient [n, B, h, D]; add what arrives for this rank's rows to ``home``."""
@@ -54,9 +53,6 @@ class PeerExchange:
             yield self.steps[t], buffer
 
     def send_home(self, step: Step, grad_rows: torch.Tensor, home: torch.Tensor) -> None:
-        if step is self.steps[0]:
-            home += grad_rows
-            return
         self.finish(home)
         buffer = grad_rows.new_empty((count(step.target_rows), *home.shape[1:]))
         sends = [(step.source, grad_rows)] if len(grad_rows) else []

@@ -200,7 +200,7 @@ def _before_head(state: Attachment, signature: inspect.Signature):
         keeps = given.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
         keeps_local = labels is not None and everything and loss.keeps_local(head)
-        push_head(HeadCall(keeps_local, labels, batches.facts(given)))
+        push_head(head, HeadCall(keeps_local, labels, batches.facts(given)))
         generating = given.get("use_cache") or given.get("cache") is not None
         if everything and not keeps_local and not generating and "logits_to_keep" in signature.parameters:
             _refuse_huge_logits(state, *batches.shape_of(given))
@@ -220,7 +220,7 @@ def _refuse_huge_logits(state: Attachment, batch: int, seq_len: int) -> None:
 
 @torch.compiler.disable
 def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
-    call = pop_head()
+    call = pop_head(head)
     if call is None or call.region is None or output is None:
         return None
     if not call.consumed:

@@ -24,8 +24,9 @@ def _table() -> dict[str, tuple[str, str]]:
         return {line["type"]: (line["verdict"], line["detail"]) for line in csv.DictReader(file)}
 
 
-VERIFIED = frozenset(name for name, (verdict, _) in _table().items() if verdict == "exact")
-"""Model types whose loss and gradients the tests compare with one process."""
+COMPARED = _table()
+VERIFIED = frozenset(name for name, (verdict, _) in COMPARED.items() if verdict == "exact")
+"""Model types whose loss and gradients equal one process."""
 
 HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -67,9 +68,9 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
     problems = [*_problems(model, decoder, config)]
     if config.model_type not in VERIFIED and unverified == "refuse":
         problems.append(
-            f'model type "{config.model_type}" is not in the tested table ({", ".join(sorted(VERIFIED))}). If its layers '
-            f'mix tokens outside the attention interface, it would train wrong silently. Set "{KEY}.unverified": "allow" '
-            "to run it all the same, and compare its first step with one process."
+            f'model type "{config.model_type}" is not in the tested table of exact types: {_found(config.model_type)}. It '
+            f'would train wrong silently where its layers mix tokens outside the attention interface. "{KEY}.unverified": '
+            '"allow" runs it all the same; "ds_cp verify" compares it with one process first.'
         )
     if problems:
         name = type(model).__name__
@@ -79,6 +80,15 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
     heads = dict.fromkeys(_heads(layer) for layer in layers)
     dims = {dim for layer in layers for dim in head_dims(layer)}
     return ModelFacts(type(model).__name__, tuple(heads), tuple(sorted(dims)))
+
+
+def _found(model_type: str) -> str:
+    verdict, detail = COMPARED.get(model_type, ("unknown", ""))
+    return {
+        "wrong": f"when it was shared it differed from one process ({detail})",
+        "refused": f"it was refused ({detail})",
+        "not built": "it was not compared",
+    }.get(verdict, "it was not compared")
 
 
 def _layer_configs(config: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Iterable, Protocol, Sequence, Union
+from typing import Iterable, Protocol, Sequence
 
 import torch
 
