@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 
@@ -35,7 +36,8 @@ class Documents:
         Args:
             batch: B.
             seq_len: S.
-            positions: [B, S] or [1, S]; a document starts where the position does not go on counting.
+            positions: [B, S] or [1, S]; a document starts where the position does not go on counting, or, when there
+                is a mask as well, where it restarts.
             unmasked: [B, S] bool, False where a token is padding (a key that nobody sees).
             boundaries: ``cu_seqlens``, [n + 1] from 0 to S, over a batch of one row.
             seq_idx: [B, S] or [1, S], a number per document.
@@ -56,9 +58,10 @@ class Documents:
             mask = None if unmasked is None or unmasked[b].all() else unmasked[b]
             runs = np.array([[0, seq_len]]) if mask is None else _runs_of(mask)
             breaks = [_next_unmasked(by_hand, runs)]
-            for numbers, step in ((positions, 1), (seq_idx, 0)):
+            counted = _rises_by_one if unmasked is None else _rises
+            for numbers, goes_on in ((positions, counted), (seq_idx, _stays)):
                 if numbers is not None:
-                    breaks.append(_breaks(numbers[b if len(numbers) > 1 else 0], step, runs, mask))
+                    breaks.append(_breaks(numbers[b if len(numbers) > 1 else 0], goes_on, runs, mask))
             rows.append(_ranges(runs, np.concatenate(breaks), seq_len))
         return Documents(tuple(rows))
 
@@ -121,18 +124,29 @@ def _next_unmasked(positions: np.ndarray, runs: np.ndarray) -> np.ndarray:
     return np.maximum(positions[found], runs[run[found], 0])
 
 
-def _breaks(numbers: np.ndarray, step: int, runs: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+def _rises_by_one(jump: np.ndarray) -> np.ndarray:
+    return jump == 1
+
+
+def _rises(jump: np.ndarray) -> np.ndarray:
+    """With a mask: transformers then looks for no packing at all, so positions may skip ahead; only a restart counts."""
+    return jump >= 1
+
+
+def _stays(jump: np.ndarray) -> np.ndarray:
+    return jump == 0
+
+
+def _breaks(
+    numbers: np.ndarray, goes_on: Callable[[np.ndarray], np.ndarray], runs: np.ndarray, mask: np.ndarray | None
+) -> np.ndarray:
     """Unmasked tokens [n] whose number does not go on from that of the unmasked token before."""
-    inside = np.flatnonzero(numbers[1:] - numbers[:-1] != step) + 1
+    inside = np.flatnonzero(~goes_on(numbers[1:] - numbers[:-1])) + 1
     if mask is None:
         return inside
     inside = inside[mask[inside] & mask[inside - 1]]
     before, after = runs[:-1, 1] - 1, runs[1:, 0]
-    jump = numbers[after] - numbers[before]
-    goes_on = jump == step
-    if step:  # a position that counts masked tokens too still goes on
-        goes_on |= jump == after - before
-    return np.concatenate([inside, after[~goes_on]])
+    return np.concatenate([inside, after[~goes_on(numbers[after] - numbers[before])]])
 
 
 def _ranges(runs: np.ndarray, breaks: np.ndarray, seq_len: int) -> np.ndarray:

@@ -26,7 +26,7 @@ def causal_lm_loss(
 
     Args:
         logits: [B, L, V], this rank's tokens.
-        targets: [B, S], already shifted, whole on every rank.
+        targets: [B, S] or [B * S], already shifted, whole on every rank.
         region: the forward that made the logits.
         num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
             0, not NaN.
@@ -35,6 +35,7 @@ def causal_lm_loss(
     Returns:
         Scalar, fp32 or fp64.
     """
+    targets = targets.view(logits.size(0), -1)  # a collator may hand them over flat
     local_targets = region.shard(targets.to(logits.device), dim=-1, pad_value=ignore_index)
     total = F.cross_entropy(
         logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),

@@ -159,20 +159,20 @@ class MaskDescriptor:
         return self
 
 
-def agree(control: Group, error: str | None, shape: tuple[int, int], digest: int, forward: int) -> None:
+def agree(control: Group, error: str | None, facts: tuple[int, int, bool], digest: int, forward: int) -> None:
     """Compare a small record over the group, so that a bad batch on one rank fails all ranks with one message.
 
     Args:
         control: the cp group on gloo; the record lives on the CPU, no device waits for it.
         error: what is wrong with this rank's batch, if anything.
-        shape: (B, S).
+        facts: B, S, and whether hidden states stay local.
         digest: of the batch's content; 0 where contents are not compared.
         forward: counts the forwards of this model, for the message.
 
     Raises:
         BatchError: on every rank, if any rank has an error or the records differ.
     """
-    record = torch.tensor([error is not None, *shape, digest], dtype=torch.int64)
+    record = torch.tensor([error is not None, *facts, digest], dtype=torch.int64)
     records = control.all_gather(record, f"agreement on the batch of forward {forward}")
     if records[:, 0].any():
         errors = control.all_gather_object(error, "agreement on an error")
@@ -181,8 +181,8 @@ def agree(control: Group, error: str | None, shape: tuple[int, int], digest: int
         raise BatchError(errors[first] + where)
     if (records != records[0]).any():
         listed = ", ".join(
-            f"rank {rank}: {b} x {s} tokens, digest {d & 0xFFFF:04x}"
-            for rank, (_, b, s, d) in zip(control.ranks, records.tolist())
+            f"rank {rank}: {b} x {s} tokens, {'with' if local else 'without'} labels, digest {d & 0xFFFF:04x}"
+            for rank, (_, b, s, local, d) in zip(control.ranks, records.tolist())
         )
         raise BatchError(
             f"the ranks of a context-parallel group got different batches in forward {forward} ({listed}). Each would have "
@@ -248,6 +248,36 @@ class HeadCall:
     told: frozenset[str] = frozenset()
     region: Region | None = None
     consumed: bool = False
+
+
+class LocalLogits:
+    """What a model returns as ``logits`` when its loss was computed on local tokens in training.
+
+    Not a tensor, so that nothing is computed from a shard by mistake. ``local`` is this rank's [B, L, V];
+    ``whole()`` gathers all of it, [B, S, V], differentiably.
+    """
+
+    def __init__(self, local: torch.Tensor, region: Region):
+        self.local, self._region = local, region
+
+    def whole(self) -> torch.Tensor:
+        """The logits of the whole sequence on every rank of the group; all of them must call this."""
+        return self._region.gather(self.local)
+
+    def __getattr__(self, name: str):
+        raise BatchError(self._refusal(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise BatchError(cls._refusal(f" in {getattr(function, '__name__', function)}"))
+
+    @staticmethod
+    def _refusal(use: str) -> str:
+        return (
+            f"logits{use}: in training with labels a rank has the logits of its own tokens only, and a loss or metric of them "
+            "would silently be one shard's. Use logits.whole(), which holds all tokens on every rank, or call the model "
+            "without labels and compute the loss yourself; logits.local is this rank's part."
+        )
 
 
 @dataclass(eq=False)

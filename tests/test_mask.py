@@ -88,6 +88,11 @@ DOCUMENTS = [
     ("cu_seqlens with an empty document", dict(seq_len=5, boundaries=[0, 2, 2, 5]), whole((0, 2), (2, 5))),
     ("seq_idx", dict(seq_len=5, seq_idx=[[7, 7, 8, 8, 7]]), whole((0, 2), (2, 4), (4, 5))),
     ("all-ones mask", dict(seq_len=4, positions=[[0, 1, 0, 1]], unmasked=[[1, 1, 1, 1]]), whole((0, 2), (2, 4))),
+    (
+        "positions that skip ahead under a mask",
+        dict(seq_len=4, positions=[[0, 1, 9, 10]], unmasked=[[1, 1, 1, 1]]),
+        whole((0, 4)),
+    ),
     ("right padding", dict(seq_len=5, unmasked=[[1, 1, 1, 0, 0]]), [(0, 5, 0, 3)]),
     ("left padding", dict(seq_len=5, unmasked=[[0, 0, 1, 1, 1]]), [(2, 5, 2, 5)]),
     ("left padding, positions from the mask",

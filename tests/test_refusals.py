@@ -34,6 +34,7 @@ MODELS = [
     ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" are not handled yet'),
     ({"output_router_logits": True}, "load-balancing loss of experts"),
+    ({"layerdrop": 0.5}, "layerdrop would drop other layers on each rank"),
     ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
 ]  # fmt: skip
 
@@ -107,6 +108,29 @@ def test_a_model_without_a_transformers_model_inside_is_refused(workers):
         ds_cp.context_parallel(torch.nn.Sequential(torch.nn.Linear(2, 2)), CP2)
 
     workers(2).run_expecting_error(plain, "shares the sequences of transformers models, but Sequential holds none")
+
+
+def test_a_copy_of_an_attached_model_is_refused(workers):
+    def copied():
+        import copy
+
+        import ds_cp
+
+        ds_cp.context_parallel(copy.deepcopy(subject.changed_model(LLAMA, CP2)), CP2)
+
+    workers(2).run_expecting_error(copied, "is a copy of a model that is attached")
+
+
+def test_adapters_that_count_tokens_are_refused(workers):
+    def activated():
+        from peft import LoraConfig, get_peft_model
+
+        import ds_cp
+
+        config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+        ds_cp.context_parallel(get_peft_model(models.build(LLAMA), config), CP2)
+
+    workers(2).run_expecting_error(activated, "alora_invocation_tokens")
 
 
 def test_a_second_key_for_the_same_model_is_refused(workers):
@@ -238,6 +262,43 @@ def blocks_of_another_length(embeds):
     return blockwise_overlay(torch.zeros(1, 7, dtype=torch.long))
 
 
+def router_loss_at_call_time(inputs, rank, model):
+    inputs["output_router_logits"] = True
+
+
+def neftune_noise(inputs, rank, model):
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+
+
+def other_shift_labels_on_rank_1(inputs, rank, model):
+    inputs["shift_labels"] = inputs["labels"].roll(-1 - rank)
+
+
+def no_labels_on_rank_1(inputs, rank, model):
+    if rank:
+        inputs.pop("labels")
+
+
+def seq_idx_of_another_length(inputs, rank, model):
+    inputs["seq_idx"] = torch.zeros(1, 30, dtype=torch.int32)
+
+
+def flat_positions_on_rank_1(inputs, rank, model):
+    inputs["position_ids"] = torch.arange(37)[None] if rank == 0 else torch.arange(37)
+
+
+def short_labels_on_rank_1(inputs, rank, model):
+    inputs["labels"] = inputs["labels"][:, : 37 - rank]
+
+
+def a_list_where_a_tensor_belongs_on_rank_1(inputs, rank, model):
+    inputs["attention_mask"] = torch.ones(1, 37) if rank == 0 else [[1] * 37]
+
+
+def logits_of_a_shard(inputs, rank, model):
+    model(**inputs).logits.float()
+
+
 BATCHES = [
     (mask_of_a_part, r"attention_mask is a Tensor of shape \(1, 1, 37, 36\): that is not the whole mask of this batch"),
     (integer_mask_of_all_pairs, r"not the whole mask .* or a mask \[1, 1, 37, 37\] of bool or of what is added"),
@@ -248,6 +309,15 @@ BATCHES = [
     (other_labels_on_rank_1, "got different batches .* DistributedSampler.*dp_size"),
     (other_length_on_rank_1, r"rank 0: 1 x 37 tokens.* rank 1: 1 x 36 tokens"),
     (bad_boundaries_on_rank_1, r"cu_seqlens .* must rise .*\(found on rank 1, raised on all of its group\)"),
+    (router_loss_at_call_time, "output_router_logits asks for the load-balancing loss of experts"),
+    (neftune_noise, "NEFTune scales its noise by the length that it sees"),
+    (other_shift_labels_on_rank_1, "got different batches"),
+    (no_labels_on_rank_1, "rank 0: 1 x 37 tokens, with labels.* rank 1: 1 x 37 tokens, without labels"),
+    (seq_idx_of_another_length, r"seq_idx has shape \(1, 30\) for a batch of 1 x 37 tokens"),
+    (flat_positions_on_rank_1, r"position_ids has shape \(37,\).*\(found on rank 1, raised on all of its group\)"),
+    (short_labels_on_rank_1, r"labels has shape \(1, 36\).*found on rank 1"),
+    (a_list_where_a_tensor_belongs_on_rank_1, "attention_mask is a list.*found on rank 1"),
+    (logits_of_a_shard, "logits.float: in training with labels a rank has the logits of its own tokens only"),
     (other_attention, "0 of 2 attention layers went through ds_cp"),
     (layer_that_masks_by_itself, "LlamaAttention got no mask instead of the mask of the shared sequence"),
     (passing(indices=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes indices to its attention, which ds_cp does not"),

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
@@ -20,6 +20,9 @@ from ds_cp.patches.transformers import masks
 from ds_cp.region import BatchError, MaskDescriptor, current
 
 NAME = "ds_cp"
+
+ADDITIVE_MASK = frozenset({"bloom", "mpt"})
+"""Model types whose own attention, which runs outside a region, adds its mask to the scores."""
 
 HARMLESS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states return_dict num_items_in_batch "
@@ -56,6 +59,8 @@ def mask_forward(
     """A mask descriptor inside a region, SDPA's mask outside."""
     region = current()
     if region is None:
+        if getattr(kwargs.get("config"), "model_type", None) in ADDITIVE_MASK:
+            return eager_mask(batch_size, q_length, kv_length, *args, mask_function=mask_function, **kwargs)
         return sdpa_mask(batch_size, q_length, kv_length, *args, mask_function=mask_function, **kwargs)
     return masks.describe(mask_function, region, q_length, kv_length)
 

@@ -28,6 +28,51 @@ def facts(given: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name in ("position_ids", *FLASH_FACTS) if given.get(name) is not None)
 
 
+def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: int, seq_len: int) -> None:
+    """Refuse tensors per token that are not as long as the sequence, before anybody waits for this rank.
+
+    Raises:
+        BatchError: names the argument and both shapes.
+    """
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    wanted = {"input_ids": 2, "inputs_embeds": 3}[
+        "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    ]
+    if tokens.dim() != wanted:
+        raise BatchError(
+            f"the tokens have shape {tuple(tokens.shape)}; ds_cp shares [B, S] ids or [B, S, hidden] embeddings."
+        )
+    positions, index = given.get("position_ids"), given.get("seq_idx")
+    per_token = {
+        "position_ids": positions,
+        "seq_idx": index,
+        "labels": labels,
+        "shift_labels": given.get("shift_labels"),
+    }
+    for name, value in per_token.items():
+        if value is None:
+            continue
+        value = torch.as_tensor(value)
+        flat = name == "shift_labels" and value.numel() == batch * seq_len
+        if not flat and (value.dim() < 2 or value.size(-1) != seq_len or value.size(-2) not in (1, batch)):
+            raise BatchError(
+                f"{name} has shape {tuple(value.shape)} for a batch of {batch} x {seq_len} tokens: each rank would cut other "
+                "tokens than you meant."
+            )
+    boundaries = given.get("cu_seq_lens_q")
+    if boundaries is not None and boundaries.dim() != 1:
+        raise BatchError(
+            f"cu_seq_lens_q has shape {tuple(boundaries.shape)}; it is a list of borders, [documents + 1]."
+        )
+
+
+def contents(given: Mapping[str, Any], labels: torch.Tensor | None) -> list[torch.Tensor]:
+    """What must be equal on all ranks of a group: every integer of the batch. Embeddings are not compared: floats may
+    differ by rounding where they were computed."""
+    named_tensors = [value for name, value in sorted(given.items()) if isinstance(value, torch.Tensor)]
+    return named_tensors + ([] if labels is None else [labels])
+
+
 def refuse_lost_facts(told: frozenset[str], given: Mapping[str, Any]) -> None:
     """Raise when a head was told of documents or positions and its decoder was not (bloom, mpt).
 

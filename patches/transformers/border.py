@@ -18,7 +18,19 @@ from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import attention, families, loss, rope, support
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.planner import Plan
-from ds_cp.region import BatchError, HeadCall, Region, agree, current_head, digest_of, enter, leave, pop_head, push_head
+from ds_cp.region import (
+    BatchError,
+    HeadCall,
+    LocalLogits,
+    Region,
+    agree,
+    current_head,
+    digest_of,
+    enter,
+    leave,
+    pop_head,
+    push_head,
+)
 from ds_cp.rules import Rule
 
 LOGITS_LIMIT = 16 << 30
@@ -51,6 +63,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
         ConfigError: the model cannot be shared exactly, or is attached with another key.
     """
     head = support.find_model(model)
+    support.refuse_adapters(model)
     decoder = support.find_decoder(head)
     config = head.config.get_text_config(decoder=True)
     device = get_accelerator().device_name()
@@ -64,6 +77,11 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
                 "twice. Build a second model for the second key. Nothing was changed."
             )
         return _attached[decoder]
+    if any(getattr(hook, "ds_cp", False) for hook in decoder._forward_pre_hooks.values()):
+        raise key.ConfigError(
+            f"{facts.name} is a copy of a model that is attached: it has that model's hooks and would cut each sequence twice. "
+            "Copy a model before it is attached. Nothing was changed."
+        )
     state = Attachment(
         plan,
         meshes.build(plan.ring, plan.ulysses, plan.timeout),
@@ -124,7 +142,7 @@ def _before_decoder(state: Attachment, signature: inspect.Signature):
         if given.get("cache") is not None or given.get("past_key_values") is not None or given.get("use_cache"):
             enter(decoder, None)  # generation: every rank runs the whole, at most one new token is computed
             return args, kwargs
-        region = _open(state, given, current_head() or HeadCall())
+        region = _open(state, decoder, given, current_head() or HeadCall())
         state.forwards += 1
         local = batches.localise(region, given, batches.shape_of(given))
         if "use_cache" in signature.parameters:
@@ -132,22 +150,27 @@ def _before_decoder(state: Attachment, signature: inspect.Signature):
         enter(decoder, region)
         return (), local
 
+    before_decoder.ds_cp = True
     return before_decoder
 
 
-def _open(state: Attachment, given: Mapping[str, Any], call: HeadCall) -> Region:
+def _open(state: Attachment, decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCall) -> Region:
     """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
     error, documents, shape, digest = None, None, (0, 0), 0
     try:
         shape = batches.shape_of(given)
+        support.refuse_call(decoder, given, call)
+        batches.check_shapes(given, call.labels, *shape)
         batches.refuse_lost_facts(call.told, given)
         documents = batches.documents(given, *shape)
         checks = state.plan.checks
         if checks == "every_step" or (checks == "first_step" and state.forwards == 0):
-            digest = digest_of([*(given.get(n) for n in ("input_ids", "position_ids", "attention_mask")), call.labels])
+            digest = digest_of(batches.contents(given, call.labels))
     except (BatchError, ValueError) as problem:
         error = str(problem)
-    agree(state.mesh.control, error, shape, digest, state.forwards)
+    except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
+        error = f"{type(problem).__name__} while the batch was read: {problem}"
+    agree(state.mesh.control, error, (*shape, call.keeps_local), digest, state.forwards)
     assert documents is not None
     plan = state.plan
     layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, state.rules)
@@ -169,6 +192,11 @@ def _after_decoder(state: Attachment):
         call = current_head()
         keeps_local = call is not None and call.keeps_local
         if keeps_local:
+            if call.region is not None:
+                raise BatchError(
+                    "the model calls its decoder twice for one loss, which ds_cp computes on local tokens: the second call's "
+                    "tokens lie elsewhere. Compute the loss outside of the model, from its logits."
+                )
             call.region = region
         return _closed(region, output, keeps_local)
 
@@ -228,8 +256,20 @@ def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
             f"{type(head).__name__} kept its hidden states local for a loss that it then did not call; what it returned "
             "belongs to one shard only."
         )
-    if not torch.is_grad_enabled() and getattr(output, "logits", None) is not None:
-        region, logits = call.region, output.logits
+    return _with_logits(output, call.region, training=head.training and torch.is_grad_enabled())
+
+
+def _with_logits(output: Any, region: Region, training: bool) -> Any:
+    """The head's output with logits that nobody can mistake for whole ones: gathered, or in training out of reach."""
+
+    def honest(logits: torch.Tensor | None) -> Any:
+        if logits is None or training:
+            return None if logits is None else LocalLogits(logits, region)
         small = logits.size(0) * region.layout.seq_len * logits.size(-1) * 4 <= LOGITS_LIMIT
-        output["logits"] = region.gather(logits) if small else None
+        return region.gather(logits) if small else None
+
+    if isinstance(output, tuple):  # (loss, logits, ...)
+        return (output[0], honest(output[1]), *output[2:])
+    if "logits" in output:
+        output["logits"] = honest(output["logits"])
     return output

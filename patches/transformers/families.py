@@ -34,7 +34,12 @@ def bloom(original: Callable, self: Any, hidden_states, residual, alibi, attenti
 def falcon(original: Callable, self: Any, hidden_states, alibi, attention_mask, position_embeddings=None, **kwargs):
     """FalconAttention, rotary or with ALiBi, which falcon rounds to bf16 and scales with the scores."""
     if not isinstance(attention_mask, MaskDescriptor):
-        return original(hidden_states, alibi, attention_mask, position_embeddings=position_embeddings, **kwargs)
+        # under another name than "sdpa" falcon would add its ALiBi, which is in the mask already, a second time
+        name, self.config._attn_implementation = self.config._attn_implementation, "sdpa"
+        try:
+            return original(hidden_states, alibi, attention_mask, position_embeddings=position_embeddings, **kwargs)
+        finally:
+            self.config._attn_implementation = name
     query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     terms, dropout = (), _rate(self)
     if alibi is None:
@@ -97,7 +102,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     for module in decoder.modules():
         forward = FORWARDS.get(type(module).__name__)
         if forward is not None and type(module).__module__.startswith("transformers."):
-            module.forward = MethodType(partial(_call, forward, module.forward), module)
+            module.forward = MethodType(partial(_call, forward), module)
             bound.append(module)
 
     def undo() -> None:
@@ -107,8 +112,9 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _call(forward: Callable, original: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return forward(original, self, *args, **kwargs)
+def _call(forward: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # the class's own forward is looked up here: a deep copy of the model must run on the copy's weights
+    return forward(MethodType(type(self).forward, self), self, *args, **kwargs)
 
 
 def _slopes(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor:

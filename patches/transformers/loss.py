@@ -57,5 +57,7 @@ def keeps_local(head: torch.nn.Module) -> bool:
 
 
 def _calls_loss_function(head: torch.nn.Module) -> bool:
+    if not isinstance(head, PreTrainedModel) or "forward" in vars(head):
+        return False  # a forward of the user's own may do anything with the hidden states
     forward = inspect.unwrap(type(head).forward)
-    return isinstance(head, PreTrainedModel) and "loss_function" in forward.__code__.co_names
+    return forward.__module__.startswith("transformers.models.") and "loss_function" in forward.__code__.co_names

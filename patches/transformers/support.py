@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers import families, rope
 from ds_cp.planner import ModelFacts
+from ds_cp.region import BatchError, HeadCall
 from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 
 TABLE = Path(__file__).with_name("verified.csv")
@@ -82,6 +83,26 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
     return ModelFacts(type(model).__name__, tuple(heads), tuple(sorted(dims)))
 
 
+def refuse_call(decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCall) -> None:
+    """Raise for what a single call asks for and a shard cannot give.
+
+    Raises:
+        BatchError: names it.
+    """
+    routed = given.get("output_router_logits")
+    if routed or (routed is None and getattr(decoder.config, "output_router_logits", False)):
+        raise BatchError(
+            "output_router_logits asks for the load-balancing loss of experts, which would see one shard's tokens only. Leave "
+            "it out."
+        )
+    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else None
+    if getattr(embedding, "neftune_noise_alpha", None) and embedding.training:
+        raise BatchError(
+            "NEFTune scales its noise by the length that it sees, and inside the shared part it sees a shard: the noise would "
+            "be larger than you asked for. Leave neftune_noise_alpha out."
+        )
+
+
 def _found(model_type: str) -> str:
     verdict, detail = COMPARED.get(model_type, ("unknown", ""))
     return {
@@ -131,6 +152,20 @@ def layer_rules(config: Any) -> Counter[Rule]:
     return Counter(rules.get(kind, whole) for kind in kinds)
 
 
+def refuse_adapters(model: torch.nn.Module) -> None:
+    """Raise for PEFT adapters that count tokens.
+
+    Raises:
+        ConfigError: names the adapter's setting.
+    """
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ConfigError(
+                f'adapter "{name}" is activated from its invocation tokens on (alora_invocation_tokens): each rank would count '
+                "from its own shard's first token. Use LoRA without them. Nothing was started."
+            )
+
+
 def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not handled yet: cross attention would meet a shard of the encoder."
@@ -152,6 +187,8 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "
             "recomputed it would take the length of its own shard, and ranks would rotate differently."
         )
+    if getattr(config, "layerdrop", 0):
+        yield "layerdrop would drop other layers on each rank of a group. Set it to 0."
     if getattr(config, "output_router_logits", False):
         yield "the load-balancing loss of experts (output_router_logits) would see one shard's tokens only."
     if getattr(config, "relative_attention_num_buckets", None):
