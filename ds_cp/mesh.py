@@ -109,7 +109,7 @@ class Group:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._count(what, [tensor] * (self.size - 1))
         with self._waiting(what):
-            dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), self.handle)
+            dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), self.handle)
         return gathered
 
     def reduce_scatter(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Group:
         part = torch.empty_like(tensor[0])
         self._count(what, [tensor[1:]])
         with self._waiting(what):
-            dist.reduce_scatter(part, [piece.contiguous() for piece in tensor.unbind(0)], group=self.handle)
+            dist.reduce_scatter_tensor(part, tensor.contiguous().flatten(0, 1), group=self.handle)
         return part
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:

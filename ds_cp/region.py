@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Sequence
 
-import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_cp.agreement import BatchError
 from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
@@ -26,13 +25,10 @@ from ds_cp.collectives import gather_sequence
 from ds_cp.documents import Documents
 from ds_cp.layout import Layout
 from ds_cp.mask import Step, schedule
-from ds_cp.mesh import Group, Mesh
+from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
+from ds_cp.rng import ForkedRng
 from ds_cp.rules import Rule
-
-
-class BatchError(RuntimeError):
-    """A batch that cannot be shared exactly; raised on every rank of the group together."""
 
 
 @dataclass(eq=False)
@@ -157,77 +153,6 @@ class MaskDescriptor:
     def to(self, *args: object, **kwargs: object) -> "MaskDescriptor":
         """Itself: mpt casts its mask."""
         return self
-
-
-def agree(control: Group, error: str | None, facts: tuple[int, int, bool], digest: int, forward: int) -> None:
-    """Compare a small record over the group, so that a bad batch on one rank fails all ranks with one message.
-
-    Args:
-        control: the cp group on gloo; the record lives on the CPU, no device waits for it.
-        error: what is wrong with this rank's batch, if anything.
-        facts: B, S, and whether hidden states stay local.
-        digest: of the batch's content; 0 where contents are not compared.
-        forward: counts the forwards of this model, for the message.
-
-    Raises:
-        BatchError: on every rank, if any rank has an error or the records differ.
-    """
-    record = torch.tensor([error is not None, *facts, digest], dtype=torch.int64)
-    records = control.all_gather(record, f"agreement on the batch of forward {forward}")
-    if records[:, 0].any():
-        errors = control.all_gather_object(error, "agreement on an error")
-        first = next(i for i, message in enumerate(errors) if message)
-        where = "" if control.size == 1 else f" (found on rank {control.ranks[first]}, raised on all of its group)"
-        raise BatchError(errors[first] + where)
-    if (records != records[0]).any():
-        listed = ", ".join(
-            f"rank {rank}: {b} x {s} tokens, {'with' if local else 'without'} labels, digest {d & 0xFFFF:04x}"
-            for rank, (_, b, s, local, d) in zip(control.ranks, records.tolist())
-        )
-        raise BatchError(
-            f"the ranks of a context-parallel group got different batches in forward {forward} ({listed}). Each would have "
-            "contributed a piece of another sequence, and the model would have trained on the mixture. All ranks of a "
-            "group must read the same batch: shard the data by data-parallel rank, for example "
-            "DistributedSampler(dataset, num_replicas=ds_cp.dp_size(), rank=ds_cp.dp_rank()), and seed random collators "
-            "by data-parallel rank too."
-        )
-
-
-def digest_of(tensors: Sequence[torch.Tensor | None]) -> int:
-    """A 62-bit digest of the contents of integer tensors (ids, positions, masks, labels)."""
-    state = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_floating_point():
-            state.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes())
-    return int.from_bytes(state.digest(), "little") >> 2
-
-
-class ForkedRng:
-    """Random numbers inside a region: different per cp rank (each holds other tokens), reproducible, and outside
-    as if nothing had happened unless some were drawn; then the outside moves on by one draw, equally on every rank."""
-
-    def __init__(self, rank: int):
-        self._saved = _rng_state()
-        seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
-        self.outside = int.from_bytes(seed.digest(), "little")
-        seed.update(rank.to_bytes(4, "little"))
-        torch.manual_seed(int.from_bytes(seed.digest(), "little"))
-        self._inside = _rng_state()
-
-    def close(self) -> None:
-        drawn = any(not torch.equal(a, b) for a, b in zip(self._inside, _rng_state()))
-        torch.set_rng_state(self._saved[0])
-        if len(self._saved) > 1:
-            get_accelerator().set_rng_state(self._saved[1])
-        if drawn:
-            for device in {"cpu", get_accelerator().current_device_name()}:
-                torch.rand(1, device=device)
-
-
-def _rng_state() -> tuple[torch.Tensor, ...]:
-    accelerator = get_accelerator()
-    states = (torch.get_rng_state(),)
-    return states if accelerator.device_name() == "cpu" else states + (accelerator.get_rng_state().cpu(),)
 
 
 @dataclass(eq=False)

@@ -15,9 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
+from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.patches.transformers import masks
-from ds_cp.region import BatchError, MaskDescriptor, current
+from ds_cp.region import MaskDescriptor, current
 
 NAME = "ds_cp"
 

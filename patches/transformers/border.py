@@ -14,23 +14,12 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp import balance, patches, planner
 from ds_cp import config as key
 from ds_cp import mesh as meshes
+from ds_cp.agreement import BatchError, agree, digest_of
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import attention, families, loss, rope, support
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.planner import Plan
-from ds_cp.region import (
-    BatchError,
-    HeadCall,
-    LocalLogits,
-    Region,
-    agree,
-    current_head,
-    digest_of,
-    enter,
-    leave,
-    pop_head,
-    push_head,
-)
+from ds_cp.region import HeadCall, LocalLogits, Region, current_head, enter, leave, pop_head, push_head
 from ds_cp.rules import Rule
 
 LOGITS_LIMIT = 16 << 30

@@ -14,9 +14,10 @@ from typing import Any, Callable
 import torch
 from transformers import masking_utils
 
+from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Term
 from ds_cp.attention.terms import Computed, Whole
-from ds_cp.region import BatchError, MaskDescriptor, Region
+from ds_cp.region import MaskDescriptor, Region
 from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
 
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {

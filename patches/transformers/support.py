@@ -10,10 +10,11 @@ from typing import Any, Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
+from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers import families, rope
 from ds_cp.planner import ModelFacts
-from ds_cp.region import BatchError, HeadCall
+from ds_cp.region import HeadCall
 from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 
 TABLE = Path(__file__).with_name("verified.csv")

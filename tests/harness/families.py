@@ -48,8 +48,8 @@ def build(model_type):
 def outcome(model_type, methods=("ring", "ulysses")):
     """Run on every rank of two: what becomes of the type."""
     import ds_cp
+    from ds_cp.agreement import BatchError
     from ds_cp.config import ConfigError
-    from ds_cp.region import BatchError
 
     def too_slow(*_):
         raise TimeoutError(f"took more than {SECONDS} s")

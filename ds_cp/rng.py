@@ -1,0 +1,36 @@
+"""Random numbers of the shared part: others on each rank, reproducible, and the outside stream as if nothing had been."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+class ForkedRng:
+    """Random numbers inside a region: different per cp rank (each holds other tokens), reproducible, and outside
+    as if nothing had happened unless some were drawn; then the outside moves on by one draw, equally on every rank."""
+
+    def __init__(self, rank: int):
+        self._saved = _rng_state()
+        seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
+        self.outside = int.from_bytes(seed.digest(), "little")
+        seed.update(rank.to_bytes(4, "little"))
+        torch.manual_seed(int.from_bytes(seed.digest(), "little"))
+        self._inside = _rng_state()
+
+    def close(self) -> None:
+        drawn = any(not torch.equal(a, b) for a, b in zip(self._inside, _rng_state()))
+        torch.set_rng_state(self._saved[0])
+        if len(self._saved) > 1:
+            get_accelerator().set_rng_state(self._saved[1])
+        if drawn:
+            for device in {"cpu", get_accelerator().current_device_name()}:
+                torch.rand(1, device=device)
+
+
+def _rng_state() -> tuple[torch.Tensor, ...]:
+    accelerator = get_accelerator()
+    states = (torch.get_rng_state(),)
+    return states if accelerator.device_name() == "cpu" else states + (accelerator.get_rng_state().cpu(),)
