@@ -79,9 +79,9 @@ def sparse_decoder():
 
 
 def encoder_with_a_bias_of_all_pairs():
-    from transformers import T5Config, T5EncoderModel
+    from transformers import UMT5Config, UMT5EncoderModel
 
-    return T5EncoderModel(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
+    return UMT5EncoderModel(UMT5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
 
 
 OTHERS = [

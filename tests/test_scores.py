@@ -5,12 +5,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_cp.attention import in_process
+from ds_cp.attention.attend import attend
+from ds_cp.attention.exchange import PeerExchange, select
 from ds_cp.attention.kernels import reference
+from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.score import Dropout, Score, Where
-from ds_cp.attention.terms import Computed, Linear, Whole
+from ds_cp.attention.terms import Bucketed, Computed, Linear, Whole
+from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.rules import CAUSAL, EVERYTHING, Band
-from harness.attention import Largest, assert_equal, inputs, one_process, positions_of, shared_attention
+from ds_cp.mask import schedule
+from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band
+from harness.attention import (
+    Largest,
+    assert_equal,
+    inputs,
+    one_process,
+    positions_of,
+    shared_attention,
+    whole_attention,
+)
 
 DOCUMENTS = [[17, 1, 1, 18], [5, 30, 2]]
 LENGTH, HEADS = 37, 6
@@ -218,3 +232,38 @@ def test_no_kernel_holds_the_scores_of_all_pairs(rule, score, monkeypatch):
         out.backward(grad_out)
     assert largest.elements <= max(heads * 64 * 64, 2 * heads * length * dim)
     assert largest.elements < length * length / 4
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (3, "contiguous")])
+def test_a_learned_bias_by_distance_and_its_table_equal_the_formulas(ranks, layout):
+    """The table is one parameter that every rank uses: the sum of the ranks' gradients is its gradient."""
+    q, k, v, grad_out = inputs(2, 4, 2, 37, 8, 8)
+    table = torch.randn(9, 4, dtype=torch.float64)
+    cut = Layout(37, ranks, 1, layout)
+    segments = Documents.find(2, 37).segments(Band(OPEN, OPEN))
+
+    def bucket(distance):
+        return distance.clamp(-4, 4) + 4
+
+    def rank(group):
+        own = table.clone().requires_grad_()
+        owned = [torch.cat([torch.arange(*run) for run in runs]) for runs in cut.ring_runs]
+        out = attend(
+            *(cut.shard(x, 2, group.rank) for x in (q, k, v)),
+            lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
+            ReferenceKernel(),
+            Score(0.3, terms=(Bucketed(own, bucket),)),
+            lambda step: (owned[group.rank], select(owned[step.source], step.rows)),
+        )
+        out.backward(cut.shard(grad_out, 2, group.rank))
+        return out.detach(), own.grad
+
+    outs, gradients = zip(*in_process.run(ranks, rank, timeout=10))
+    own = table.clone().requires_grad_()
+    index = torch.arange(37)
+    bias = own[bucket(index[None, :] - index[:, None])].permute(2, 0, 1)
+    want = whole_attention(q, k, v, torch.ones(2, 37, 37, dtype=torch.bool), 0.3, bias=bias)
+    want.backward(grad_out)
+    whole = torch.cat(outs, dim=2).index_select(2, cut.unshard_index)
+    assert (whole - want).norm() <= 1e-10 * want.norm()
+    assert (sum(gradients) - own.grad).norm() <= 1e-10 * own.grad.norm()

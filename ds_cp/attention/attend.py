@@ -5,6 +5,7 @@ Every method, layout and mask runs through here; they differ in the schedule and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Callable, Iterator
 
 import torch
@@ -46,12 +47,12 @@ def attend(
     Returns:
         [B, H, L, dv] in the query's dtype; rows that see no key are 0.
     """
-    return _Attention.apply(query, key, value, score.sinks, make_exchange, kernel, score, locate)
+    return _Attention.apply(query, key, value, score.sinks, make_exchange, kernel, score, locate, *score.tables)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, make_exchange, kernel, score, locate):
+    def forward(ctx, query, key, value, sinks, make_exchange, kernel, score, locate, *tables):
         batch, heads, length, _ = query.shape
         precise = torch.promote_types(query.dtype, torch.float32)
         # [B, L, H, dv] underneath, so that the model's transpose back is free
@@ -77,13 +78,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_out):
         query, own, sinks, out, lse = ctx.saved_tensors
         kernel, exchange = ctx.kernel, ctx.make_exchange("backward")
+        d_tables = tuple(torch.zeros_like(table, dtype=lse.dtype) for table in ctx.score.tables)
+        score = replace(ctx.score, gradients=d_tables)
         dq = torch.zeros_like(query, dtype=lse.dtype)
         home = torch.zeros_like(own, dtype=lse.dtype)
         for step, rows in exchange.pieces(own):
             k, v = _as_heads(rows, ctx.key_dim)
             grad_rows = home if rows is own else torch.zeros_like(rows, dtype=lse.dtype)
             dk, dv = _as_heads(grad_rows, ctx.key_dim)
-            for tile, rule in _work(step, kernel, ctx.score, ctx.locate, query.device):
+            for tile, rule in _work(step, kernel, score, ctx.locate, query.device):
                 q_index, k_index = _indices(tile)
                 parts = kernel.backward(
                     grad_out[q_index], query[q_index], k[k_index], v[k_index], out[q_index], lse[q_index[:3]],
@@ -96,7 +99,8 @@ class _Attention(torch.autograd.Function):
         exchange.finish(home)
         d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
         grads = [grad.to(dtype) for grad, dtype in zip((dq, *_as_heads(home, ctx.key_dim)), ctx.dtypes)]
-        return *grads, d_sinks, None, None, None, None
+        d_tables = (grad.to(table.dtype) for grad, table in zip(d_tables, score.tables))
+        return *grads, d_sinks, None, None, None, None, *d_tables
 
 
 def _work(

@@ -78,6 +78,7 @@ class Score:
         sinks: [H], a score per query head that takes part in the softmax and has no value; the engine folds it in after
             the merge, kernels never see it.
         where: set by the engine for one tile, if :attr:`needs_positions`.
+        gradients: set by the engine in the backward pass: one buffer per table of :attr:`tables`.
     """
 
     scale: float
@@ -86,6 +87,18 @@ class Score:
     dropout: Dropout | None = None
     sinks: torch.Tensor | None = None
     where: Where | None = None
+    gradients: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """The terms' tensors that want a gradient, in order."""
+        return tuple(term.table for term in self.terms if hasattr(term, "table"))
+
+    def collect(self, d_scores: torch.Tensor) -> None:
+        """Add a tile's share to the gradients of :attr:`tables`; d_scores is [B, H, m, n], by the scores before softmax."""
+        trainable = [term for term in self.terms if hasattr(term, "table")]
+        for term, total in zip(trainable, self.gradients):
+            total += term.gradient(d_scores, self.where)
 
     @property
     def extras(self) -> frozenset[str]:

@@ -41,6 +41,35 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
+class Bucketed:
+    """A learned bias per bucket of distance and head (Raffel et al. 2020), with its table's gradient.
+
+    Attributes:
+        table: [buckets, H].
+        bucket: maps distances, key minus query, int64 [m, n], to buckets of the table.
+    """
+
+    table: torch.Tensor
+    bucket: Callable[[torch.Tensor], torch.Tensor]
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        return self.table[self._buckets(where)].permute(2, 0, 1).unsqueeze(0).to(dtype)
+
+    def of_heads(self, heads: slice) -> "Bucketed":
+        return replace(self, table=self.table[:, heads])
+
+    def gradient(self, d_scores: torch.Tensor, where: Where) -> torch.Tensor:
+        """The table's gradient [buckets, H] from that of a tile's scores [B, H, m, n]."""
+        per_pair = d_scores.sum(0).flatten(1).T
+        return torch.zeros_like(self.table, dtype=d_scores.dtype).index_add_(
+            0, self._buckets(where).flatten(), per_pair
+        )
+
+    def _buckets(self, where: Where) -> torch.Tensor:
+        return self.bucket(where.k[None, :] - where.q[:, None])
+
+
+@dataclass(frozen=True, eq=False)
 class Whole:
     """A mask or bias that is given whole, [B or 1, H or 1, S, S], and cut per tile; bool hides where it is False."""
 

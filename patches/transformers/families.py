@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.attention.terms import Linear
+from ds_cp.attention.terms import Bucketed, Linear
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.region import MaskDescriptor
 
@@ -86,13 +86,37 @@ def llama4(original: Callable, self: Any, hidden_states, position_embeddings, at
         self.attn_temperature_tuning = True
 
 
+def t5(original: Callable, self: Any, hidden_states, mask=None, key_value_states=None, position_bias=None, **kwargs):
+    """T5Attention and its like in an encoder: the first layer's bias module goes from layer to layer instead of S x S."""
+    if not isinstance(mask, MaskDescriptor):
+        return original(hidden_states, mask, key_value_states, position_bias, **kwargs)
+    owner = self if position_bias is None else position_bias
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        for projection in (self.q, self.k, self.v)
+    )
+    # asked of the module, so that ZeRO-3 gathers it; in each layer anew, so that any kind of checkpointing sees its use
+    table = owner.relative_attention_bias(torch.arange(owner.relative_attention_num_buckets, device=query.device))
+    bucket = partial(
+        owner._relative_position_bucket,
+        bidirectional=not owner.is_decoder,
+        num_buckets=owner.relative_attention_num_buckets,
+        max_distance=owner.relative_attention_max_distance,
+    )
+    dropout = self.dropout if self.training else 0.0
+    out, _ = attention_forward(self, query, key, value, mask, dropout, 1.0, terms=(Bucketed(table, bucket),))
+    return self.o(out.flatten(2)), owner, None
+
+
 FORWARDS: dict[str, Callable] = {
+    "T5Attention": t5,
+    "MT5Attention": t5,
     "BloomAttention": bloom,
     "FalconAttention": falcon,
     "MptAttention": mpt,
     "Llama4TextAttention": llama4,
 }
-WITHOUT_INTERFACE = frozenset({"bloom", "falcon", "mpt"})
+WITHOUT_INTERFACE = frozenset({"bloom", "falcon", "mpt", "mt5", "t5"})
 """Model types whose attention reaches ds_cp through a forward of this file only."""
 
 

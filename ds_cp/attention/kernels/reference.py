@@ -39,6 +39,7 @@ class ReferenceKernel:
         q, k, v, grad_out, out = (x.to(probabilities.dtype) for x in (q, k, v, grad_out, out))
         d_probabilities = score.dropped(_by_group(grad_out, v.transpose(-1, -2)))
         d_scores = probabilities * (d_probabilities - (grad_out * out).sum(-1, keepdim=True))
+        score.collect(d_scores)
         d_products = d_scores * score.slope(products)
         dq = _by_group(d_products, k)
         dk = _sum_groups(d_products.transpose(-1, -2) @ q, k.size(1))
