@@ -32,7 +32,7 @@ def attach(spec, config=CP2):
 
 MODELS = [
     ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
-    ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" are not handled yet'),
+    ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" mix tokens in a way that is not shared yet'),
     ({"output_router_logits": True}, "load-balancing loss of experts"),
     ({"layerdrop": 0.5}, "layerdrop would drop other layers on each rank"),
     ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
@@ -84,7 +84,18 @@ def encoder_with_a_bias_of_all_pairs():
     return UMT5EncoderModel(UMT5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
 
 
+def decoder_that_rotates_by_length_inside_a_layer():
+    model = models.build(LLAMA)
+    model.model.layers[1].self_attn.rotary = torch.nn.Identity()
+    model.model.layers[1].self_attn.rotary.rope_type = "dynamic"
+    return model
+
+
 OTHERS = [
+    (
+        decoder_that_rotates_by_length_inside_a_layer,
+        "layers.1.self_attn.rotary computes rotary embeddings that depend on the sequence length inside a layer",
+    ),
     (encoder_with_pooler, "it pools the first token inside of the shared part.*add_pooling_layer=False"),
     (sparse_decoder, r"choose the keys of each query by an index \(index_topk = 4\)"),
     (encoder_with_a_bias_of_all_pairs, "relative position bias .* S x S"),

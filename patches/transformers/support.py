@@ -184,7 +184,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             "add_pooling_layer=False, and pool what it returns."
         )
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - HANDLED_LAYERS):
-        yield f'layers of kind "{kind}" are not handled yet: their state would restart on every rank.'
+        yield f'layers of kind "{kind}" mix tokens in a way that is not shared yet: each rank would mix its own shard only.'
     for name in rope.inside_layers(decoder):
         yield (
             f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "
