@@ -7,6 +7,7 @@ sees plain data parallelism over the whole world.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -232,6 +233,15 @@ def _axis(name: str, lines: list[list[int]], me: int, timeout: float, backend: s
         device = "cpu" if backend == "gloo" else get_accelerator().current_device_name()
         group.all_reduce(torch.zeros(1, device=device), "first contact")
     return group
+
+
+@atexit.register
+def release() -> None:
+    """Let go of every group. While Python still holds one, its threads outlive the interpreter and abort the process."""
+    for mesh in _meshes.values():
+        for group in (mesh.cp, mesh.ring, mesh.ulysses, mesh.control):
+            group.handle = None
+    _meshes.clear()
 
 
 def known() -> tuple[Mesh, ...]:
