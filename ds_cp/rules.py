@@ -138,30 +138,24 @@ class Blocks(Rule):
 
 
 @dataclass(frozen=True)
-class Both(Rule):
-    """What both rules show."""
-
+class _Pair(Rule):
     one: Rule
     other: Rule
 
     @property
     def by_row(self) -> bool:
         return self.one.by_row or self.other.by_row
+
+
+class Both(_Pair):
+    """What both rules show."""
 
     def narrow(self, segments: np.ndarray) -> np.ndarray:
         return self.other.narrow(self.one.narrow(segments))
 
 
-@dataclass(frozen=True)
-class Either(Rule):
+class Either(_Pair):
     """What at least one of the rules shows."""
-
-    one: Rule
-    other: Rule
-
-    @property
-    def by_row(self) -> bool:
-        return self.one.by_row or self.other.by_row
 
     def narrow(self, segments: np.ndarray) -> np.ndarray:
         shown = self.one.narrow(segments)

@@ -1,0 +1,58 @@
+"""A rank that dies or hangs: its neighbours say so, and where, within the timeout."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from harness import batches, subject
+from harness.batches import BatchSpec
+from harness.models import ModelSpec
+
+CP2 = {"size": 2, "method": "ring", "timeout": 5}
+LLAMA = ModelSpec("llama")
+
+
+def rank_1_stops(how, when):
+    model = subject.changed_model(LLAMA, CP2 | {"timeout": 3})
+    inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+    model(**inputs)
+    if torch.distributed.get_rank() == 1 and when == "before the next forward":
+        os._exit(3) if how == "dies" else time.sleep(30)
+    if torch.distributed.get_rank() == 1:
+
+        def stop(*args):
+            os._exit(3) if how == "dies" else time.sleep(30)
+
+        model.model.layers[0].self_attn.o_proj.register_full_backward_hook(stop)
+    model(**inputs).loss.backward()
+
+
+STOPS = [
+    ("dies", "before the next forward", "agreement on the batch of forward 1"),
+    ("dies", "in backward", "'backward "),
+]
+
+
+@pytest.mark.parametrize("how, when, where", STOPS)
+def test_a_rank_whose_neighbour_is_gone_says_so_and_where(workers, how, when, where):
+    message = rf"rank 0 lost its (context-parallel|ring) group \[0, 1\] in .?{where}.*timeout 3 s"
+    workers(2).run_expecting_error(rank_1_stops, message, how, when, dying=[1])
+
+
+def test_a_rank_whose_neighbour_hangs_gives_up_after_the_timeout(workers):
+    def rank_1_hangs():
+        model = subject.changed_model(LLAMA, CP2 | {"timeout": 2})
+        inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+        model(**inputs)
+        if torch.distributed.get_rank() == 1:
+            time.sleep(6)
+            raise RuntimeError("rank 0 lost its context-parallel group [0, 1] (woke up)")
+        start = time.monotonic()
+        try:
+            model(**inputs)
+        finally:
+            assert time.monotonic() - start < 5
+
+    workers(2).run_expecting_error(rank_1_hangs, r"rank 0 lost its context-parallel group \[0, 1\]")

@@ -1,0 +1,135 @@
+"""A model that would train wrong is refused by name at start, before anything is changed."""
+
+import pytest
+import torch
+
+from harness import models, subject
+from harness.models import ModelSpec
+
+CP2 = {"size": 2, "method": "ring", "timeout": 5}
+LLAMA = ModelSpec("llama")
+
+
+MODELS = [
+    ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" mix tokens in a way that is not shared yet'),
+    ({"output_router_logits": True}, "load-balancing loss of experts"),
+    ({"layerdrop": 0.5}, "layerdrop would drop other layers on each rank"),
+    ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("override, message", MODELS, ids=[next(iter(override)) for override, _ in MODELS])
+def test_a_model_that_would_train_wrong_is_named_with_the_reason(workers, override, message):
+    def with_override():
+        import ds_cp
+
+        model = models.build(LLAMA)
+        for name, value in override.items():
+            if name == "model_type":
+                type(model.config).model_type = value
+            else:
+                setattr(model.config, name, value)
+        implementation = model.config._attn_implementation
+        try:
+            ds_cp.context_parallel(model, CP2)
+        finally:
+            assert model.config._attn_implementation == implementation, "half attached"
+
+    workers(2).run_expecting_error(with_override, f"LlamaForCausalLM cannot be shared exactly:\n- .*{message}")
+
+
+def encoder_with_pooler():
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
+
+
+def sparse_decoder():
+    from transformers import AutoModelForCausalLM, DeepseekV32Config
+
+    return AutoModelForCausalLM.from_config(
+        DeepseekV32Config(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
+            vocab_size=16, moe_intermediate_size=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
+            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+            index_n_heads=2, index_head_dim=8, index_topk=4,
+        )
+    )  # fmt: skip
+
+
+def encoder_with_a_bias_of_all_pairs():
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
+
+
+def decoder_that_rotates_by_length_inside_a_layer():
+    model = models.build(LLAMA)
+    model.model.layers[1].self_attn.rotary = torch.nn.Identity()
+    model.model.layers[1].self_attn.rotary.rope_type = "dynamic"
+    return model
+
+
+OTHERS = [
+    (
+        decoder_that_rotates_by_length_inside_a_layer,
+        "layers.1.self_attn.rotary computes rotary embeddings that depend on the sequence length inside a layer",
+    ),
+    (encoder_with_pooler, "it pools the first token inside of the shared part.*add_pooling_layer=False"),
+    (sparse_decoder, r"choose the keys of each query by an index \(index_topk = 4\)"),
+    (encoder_with_a_bias_of_all_pairs, "relative position bias .* S x S"),
+]
+
+
+@pytest.mark.parametrize("build, message", OTHERS, ids=[build.__name__ for build, _ in OTHERS])
+def test_a_kind_of_model_that_would_train_wrong_is_named(workers, build, message):
+    def attach_it():
+        import ds_cp
+
+        ds_cp.context_parallel(build(), CP2 | {"unverified": "allow"})
+
+    workers(2).run_expecting_error(attach_it, message)
+
+
+def test_a_model_without_a_transformers_model_inside_is_refused(workers):
+    def plain():
+        import ds_cp
+
+        ds_cp.context_parallel(torch.nn.Sequential(torch.nn.Linear(2, 2)), CP2)
+
+    workers(2).run_expecting_error(plain, "shares the sequences of transformers models, but Sequential holds none")
+
+
+def test_a_copy_of_an_attached_model_is_refused(workers):
+    def copied():
+        import copy
+
+        import ds_cp
+
+        ds_cp.context_parallel(copy.deepcopy(subject.changed_model(LLAMA, CP2)), CP2)
+
+    workers(2).run_expecting_error(copied, "is a copy of a model that is attached")
+
+
+def test_adapters_that_count_tokens_are_refused(workers):
+    def activated():
+        from peft import LoraConfig, get_peft_model
+
+        import ds_cp
+
+        config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+        ds_cp.context_parallel(get_peft_model(models.build(LLAMA), config), CP2)
+
+    workers(2).run_expecting_error(activated, "alora_invocation_tokens")
+
+
+def test_a_second_key_for_the_same_model_is_refused(workers):
+    def twice():
+        import ds_cp
+
+        model = subject.changed_model(LLAMA, CP2)
+        ds_cp.context_parallel(model, CP2)
+        ds_cp.context_parallel(model, CP2 | {"method": "allgather"})
+
+    workers(2).run_expecting_error(twice, "is attached already with another")
