@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import count, lower, schedule
+from ds_cp.mask import count, schedule
 from ds_cp.rules import CAUSAL, OPEN, Band, Rule
+from harness.painting import repainted
 
 rules = st.builds(Band, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0, 3, OPEN]))
 
@@ -21,28 +22,6 @@ def painted(documents: Documents, rule: Rule, length: int) -> np.ndarray:
         for start, stop, k_start, k_stop in lines:
             inside = (i >= start) & (i < stop) & (j >= k_start) & (j < k_stop)
             seen[b] += inside & (j >= i - rule.left) & (j <= i + rule.right)
-    return seen
-
-
-def repainted(segments, layout: Layout, batch: int, lowered: bool) -> np.ndarray:
-    """The same from every rank's tiles on the rows that arrive."""
-    seen = np.zeros((batch, layout.padded_len, layout.padded_len), dtype=int)
-    owned = [np.concatenate([np.arange(*run) for run in runs]) for runs in layout.ring_runs]
-    for rank in range(layout.ring):
-        for step in schedule(segments, layout, rank):
-            arrived = np.concatenate([owned[step.source][slice(*run)] for run in step.rows] or [owned[0][:0]])
-            for tile in step.tiles:
-                for piece in lower(tile) if lowered else [tile]:
-                    n_q, n_k = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-                    distance = np.arange(n_k)[None, :] - np.arange(n_q)[:, None]
-                    may_see = (distance >= piece.lo) & (distance <= piece.hi)
-                    assert may_see.any(1).all(), "a query of a tile sees nothing"
-                    assert piece.area == may_see.sum() * (piece.batch_stop - piece.batch_start)
-                    if lowered and piece.lo > -OPEN or lowered and piece.hi < OPEN:
-                        assert n_q == n_k and (piece.lo, piece.hi) in ((0, OPEN), (-OPEN, 0))
-                    q = owned[rank][piece.q_start : piece.q_stop]
-                    k = arrived[piece.k_start : piece.k_stop]
-                    seen[piece.batch_start : piece.batch_stop, q[:, None], k[None, :]] += may_see
     return seen
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import lower, schedule
 from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Both, Chunks, Either
+from harness.painting import repainted
 
 LENGTH = 40
 
@@ -30,24 +30,6 @@ def painted(rule, name, origin, row):
         one, other = (painted(part, name, origin, row) for part in (rule.one, rule.other))
         seen = one & other if isinstance(rule, Both) else one | other
     return seen & (name[:, None] == name[None, :])
-
-
-def repainted(segments, layout, batch, lowered):
-    """How often each pair is seen, from every rank's tiles."""
-    seen = np.zeros((batch, layout.padded_len, layout.padded_len), dtype=int)
-    owned = [np.concatenate([np.arange(*run) for run in runs]) for runs in layout.ring_runs]
-    for rank in range(layout.ring):
-        for step in schedule(segments, layout, rank):
-            arrived = np.concatenate([owned[step.source][slice(*run)] for run in step.rows] or [owned[0][:0]])
-            for tile in step.tiles:
-                for piece in lower(tile) if lowered else [tile]:
-                    n_q, n_k = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-                    distance = np.arange(n_k)[None, :] - np.arange(n_q)[:, None]
-                    may_see = (distance >= piece.lo) & (distance <= piece.hi)
-                    assert may_see.any(1).all(), "a query of a tile sees nothing"
-                    q, k = owned[rank][piece.q_start : piece.q_stop], arrived[piece.k_start : piece.k_stop]
-                    seen[piece.batch_start : piece.batch_stop, q[:, None], k[None, :]] += may_see
-    return seen[:, : layout.seq_len, : layout.seq_len]
 
 
 bands = st.builds(Band, st.sampled_from([0, 3, 11, OPEN]), st.sampled_from([0, 0, 4, OPEN]))
@@ -86,7 +68,7 @@ def test_each_visible_pair_is_in_exactly_one_tile(rule, lengths, ring, name, hol
     want = np.stack([painted(rule, *facts, b) for b, facts in enumerate(zip(names, origins))])
     segments = documents.segments(rule)
     for lowered in (False, True):
-        got = repainted(segments, Layout(LENGTH, ring, 1, name), 2, lowered)
+        got = repainted(segments, Layout(LENGTH, ring, 1, name), 2, lowered)[:, :LENGTH, :LENGTH]
         assert got.max(initial=0) <= 1, "a query would count a key twice"
         if unmasked is None:
             assert (got == want).all()
