@@ -41,6 +41,7 @@ class BatchSpec:
     labels: str = "all"
     seed: int = 0
     turn: int = 0  # packed rows begin with the document at this index: other packings of the same length
+    documents: tuple = ()  # lengths of every packed row's documents, instead of DOCUMENT_LENGTHS
     extras: tuple = ()  # of "shift_labels", "num_items_in_batch", "num_items_in_batch as a tensor"
 
 
@@ -56,10 +57,10 @@ DOCUMENT_LENGTHS = [
 ]
 
 
-def _documents_of_packed_rows(rows, length, turn=0):
-    documents = []
+def _documents_of_packed_rows(rows, length, turn=0, documents=()):
+    given, documents = list(documents), []
     for row in range(rows):
-        start, lengths = 0, DOCUMENT_LENGTHS[row % len(DOCUMENT_LENGTHS)]
+        start, lengths = 0, given or DOCUMENT_LENGTHS[row % len(DOCUMENT_LENGTHS)]
         for size in lengths[turn:] + lengths[:turn] + [length]:
             stop = min(start + size, length)
             if stop > start:
@@ -80,8 +81,8 @@ def _dense(rows, length):
     return [Document(row, 0, length, 0) for row in range(rows)], {}
 
 
-def _packed(rows, length, turn=0):
-    documents = _documents_of_packed_rows(rows, length, turn)
+def _packed(rows, length, turn=0, documents=()):
+    documents = _documents_of_packed_rows(rows, length, turn, documents)
     return documents, {"position_ids": _restarting_positions(documents, rows, length)}
 
 
@@ -149,8 +150,8 @@ LABELS = {
 
 
 def make(spec):
-    turned = {"turn": spec.turn} if spec.turn else {}
-    documents, seen = KINDS[spec.kind](spec.rows, spec.length, **turned)
+    packing = {name: value for name in ("turn", "documents") if (value := getattr(spec, name))}
+    documents, seen = KINDS[spec.kind](spec.rows, spec.length, **packing)
     generator = torch.Generator().manual_seed(1000 + spec.seed)
     ids = torch.randint(0, VOCAB, (spec.rows, spec.length), generator=generator)
     labels = torch.full_like(ids, IGNORE)
