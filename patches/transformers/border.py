@@ -149,7 +149,7 @@ def _open(state: Attachment, decoder: torch.nn.Module, given: Mapping[str, Any],
     try:
         shape = batches.shape_of(given)
         support.refuse_call(decoder, given, call)
-        batches.check_shapes(given, call.labels, *shape)
+        batches.check_shapes(given, call.labels if call.keeps_local else None, *shape)
         batches.refuse_lost_facts(call.told, given)
         documents = batches.documents(given, *shape)
         checks = state.plan.checks
