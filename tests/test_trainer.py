@@ -9,27 +9,9 @@ import torch
 
 from harness import engine, models
 from harness.models import ModelSpec
+from harness.training import ROWS, Rows, arguments, json_for, pad_right
 
 LLAMA = ModelSpec("llama")
-ROWS = 12
-
-
-class Rows(torch.utils.data.Dataset):
-    """Rows of different length, padded by the collator; fixed by their index."""
-
-    def __len__(self):
-        return ROWS
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(1, models.VOCAB, (9 + 5 * (index % 4),), generator=generator)
-
-
-def pad_right(rows):
-    length = max(len(row) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in rows])
-    mask = torch.stack([torch.arange(length) < len(row) for row in rows]).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 class RandomPadder:
@@ -40,18 +22,6 @@ class RandomPadder:
         hidden = torch.rand(batch["labels"].shape) < 0.2
         batch["labels"] = batch["labels"].masked_fill(hidden, -100)
         return batch
-
-
-def arguments(folder, ds_config, **more):
-    from transformers import TrainingArguments
-
-    defaults = dict(
-        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=1,
-        max_steps=3, logging_steps=1, save_strategy="no", report_to=[], learning_rate=0.5, lr_scheduler_type="constant",
-        max_grad_norm=0.0, seed=7, include_num_input_tokens_seen="non_padding", disable_tqdm=True,
-        optim="sgd", deepspeed=ds_config,
-    )  # fmt: skip
-    return TrainingArguments(**defaults | more)
 
 
 def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, **more):
@@ -75,20 +45,6 @@ def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, **mo
         "weights": weights,
         "eval_loss": trainer.evaluate()["eval_loss"],
     }
-
-
-def json_for(cp, stage, **more):
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "steps_per_print": 10**6,
-    }
-    return config | ({"context_parallel": cp} if cp else {}) | more
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""Trainer: batch sizes and token counts by data-parallel rank. Its loss and its token normalisation stay as they are."""
+"""Trainer: batch sizes, samplers and counters by data-parallel rank. The loss stays Trainer's own."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Callable
 
 from ds_cp import patches
@@ -10,7 +11,7 @@ from ds_cp.patches.deepspeed import active
 
 
 class _PerGroup:
-    """TrainingArguments as seen by batch arithmetic: the world counts groups, not ranks."""
+    """TrainingArguments as seen by batch arithmetic and samplers: the world counts groups, not ranks."""
 
     def __init__(self, args: Any, cp_size: int):
         self._args, self._cp_size = args, cp_size
@@ -18,6 +19,10 @@ class _PerGroup:
     @property
     def world_size(self) -> int:
         return self._args.world_size // self._cp_size
+
+    @property
+    def process_index(self) -> int:
+        return self._args.process_index // self._cp_size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._args, name)
@@ -38,11 +43,18 @@ def install() -> None:
 
 
 def _install_trainer() -> None:
-    """Patch the Trainer's two places that count the world's ranks."""
-    from transformers import Trainer
+    """Patch the Trainer's places that count the world's ranks."""
+    from transformers import Trainer, trainer
 
-    patches.replace(Trainer, "get_total_train_batch_size", _total_batch_size, "counts each group once")
-    patches.replace(Trainer, "_track_num_input_tokens", _tokens_seen, "counts each group once")
+    patches.replace(Trainer, "get_tp_size", _ranks_per_batch, "batch sizes and loss count each group once")
+    patches.replace(
+        Trainer, "_track_num_input_tokens", _counted_once("num_input_tokens_seen"), "counts each group once"
+    )
+    patches.replace(Trainer, "store_flos", _counted_once("total_flos"), "counts each group once")
+    patches.replace(Trainer, "_get_train_sampler", _sampler, "samplers that go by rank go by data-parallel rank")
+    patches.replace(Trainer, "evaluate", _evaluating, "steps per second by data-parallel rank")
+    patches.replace(Trainer, "predict", _evaluating, "steps per second by data-parallel rank")
+    patches.replace(trainer, "speed_metrics", _speed, "steps per second by data-parallel rank")
 
 
 def _config_process(original: Callable) -> Callable:
@@ -54,23 +66,75 @@ def _config_process(original: Callable) -> Callable:
     return trainer_config_process
 
 
-def _total_batch_size(original: Callable) -> Callable:
+def _ranks_per_batch(original: Callable) -> Callable:
+    """How many ranks see one batch: what Trainer and TRL divide the world by, for batch sizes, token counts and the
+    factor of a loss that is a sum over a count of the world."""
+
     @functools.wraps(original)
-    def get_total_train_batch_size(self, args):
-        return original(self, args) // _size(self)
+    def get_tp_size(self):
+        return original(self) * _size(self)
 
-    return get_total_train_batch_size
+    return get_tp_size
 
 
-def _tokens_seen(original: Callable) -> Callable:
+def _counted_once(counter: str) -> Callable:
+    """What a method adds to a counter of the state is a sum over the world: count each group once."""
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def method(self, *args, **kwargs):
+            before = getattr(self.state, counter)
+            original(self, *args, **kwargs)
+            size = _size(self)
+            if size > 1:
+                added = getattr(self.state, counter) - before
+                setattr(self.state, counter, before + type(before)(added // size))
+
+        return method
+
+    return make
+
+
+def _sampler(original: Callable) -> Callable:
     @functools.wraps(original)
-    def _track_num_input_tokens(self, inputs):
-        before = self.state.num_input_tokens_seen
-        original(self, inputs)
-        seen = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + seen // _size(self)
+    def _get_train_sampler(self, *args, **kwargs):
+        size, own = _size(self), self.args
+        if size == 1:
+            return original(self, *args, **kwargs)
+        self.args = _PerGroup(own, size)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.args = own
 
-    return _track_num_input_tokens
+    return _get_train_sampler
+
+
+_evaluated: list[Any] = []
+"""The trainers that evaluate or predict now, the innermost last."""
+
+
+def _evaluating(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        _evaluated.append(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _evaluated.pop()
+
+    return method
+
+
+def _speed(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def speed_metrics(split, start_time, num_samples=None, num_steps=None, num_tokens=None):
+        if _evaluated and num_samples and num_steps and _size(_evaluated[-1]) > 1:
+            args = _PerGroup(_evaluated[-1].args, _size(_evaluated[-1]))
+            num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
+        return original(split, start_time, num_samples, num_steps, num_tokens)
+
+    return speed_metrics
 
 
 def _size(trainer: Any) -> int:

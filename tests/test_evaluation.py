@@ -1,0 +1,133 @@
+"""Evaluation and prediction under the key: nothing twice, nothing dropped, everything equal to a run without it."""
+
+import numpy as np
+import pytest
+import torch
+
+from harness import engine, models, training
+from harness.models import ModelSpec
+
+LLAMA = ModelSpec("llama")
+RATE = 0.02  # of SGD: a larger one is chaotic with a classifier, and rounding shows
+
+
+class Labelled(training.Rows):
+    """Rows with one class each, as reward models and classifiers read them."""
+
+    def __getitem__(self, index):
+        return {"input_ids": super().__getitem__(index), "labels": index % 3}
+
+
+def pad_labelled(rows):
+    batch = training.pad_right([row["input_ids"] for row in rows])
+    return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def causal_lm():
+    return models.build(LLAMA)
+
+
+def classifier():
+    from transformers import AutoModelForSequenceClassification
+
+    config = causal_lm().config
+    config.num_labels, config.pad_token_id = 3, 0
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+
+
+KINDS = {
+    "causal lm": (causal_lm, training.Rows, training.pad_right),
+    "classifier": (classifier, Labelled, pad_labelled),
+}
+
+
+def everything(folder, ds_config, kind, samples):
+    """Train, evaluate between the steps and train on, predict, generate; all that a user gets back."""
+    from transformers import Trainer
+
+    engine.activate()
+    build, rows, collator = KINDS[kind]
+    model = build()
+    args = training.arguments(
+        folder, ds_config, per_device_eval_batch_size=3, max_steps=2, include_for_metrics=["inputs", "loss"],
+        eval_strategy="steps", eval_steps=1, learning_rate=RATE,
+    )  # fmt: skip
+    seen = []
+
+    def compute_metrics(prediction):
+        seen.append({
+            "predictions": prediction.predictions, "labels": prediction.label_ids,
+            "inputs": prediction.inputs, "losses": np.asarray(prediction.losses),
+        })  # fmt: skip
+        return {"samples": len(prediction.label_ids)}
+
+    trainer = Trainer(
+        model=model, args=args, train_dataset=rows(8), eval_dataset=rows(samples), data_collator=collator,
+        compute_metrics=compute_metrics,
+    )  # fmt: skip
+    trainer.train()
+    during = [log for log in trainer.state.log_history if "eval_loss" in log]
+    predicted = trainer.predict(rows(samples))
+    trainer.args.prediction_loss_only = True
+    loss_only = trainer.evaluate()
+    shared = _regions_opened(model)
+    generated = None
+    if kind == "causal lm":
+        prompt = training.Rows(1)[0][None, :5]
+        generated = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True).tolist()
+    figures = [*during, predicted.metrics, loss_only]
+    timing = ("runtime", "per_second", "preparation_time")
+    return {
+        "figures": [{k: v for k, v in each.items() if not k.endswith(timing)} for each in figures],
+        "steps": [_steps(each) for each in (predicted.metrics, loss_only)],
+        "seen": seen, "predictions": predicted.predictions, "labels": predicted.label_ids, "generated": generated,
+    }, shared  # fmt: skip
+
+
+def _steps(metrics):
+    prefix = "test" if "test_loss" in metrics else "eval"
+    return round(metrics[f"{prefix}_steps_per_second"] * metrics[f"{prefix}_runtime"], 1)
+
+
+def _regions_opened(model):
+    from ds_cp.patches.transformers.border import attachment
+
+    state = attachment(model)
+    return state.forwards if state else 0
+
+
+def assert_same(got, want, where=""):
+    if isinstance(want, dict):
+        assert set(got) == set(want), where
+        for name in want:
+            assert_same(got[name], want[name], f"{where}.{name}")
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), where
+        for index, pair in enumerate(zip(got, want)):
+            assert_same(*pair, f"{where}[{index}]")
+    elif isinstance(want, (np.ndarray, float)):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=where)
+    else:
+        assert got == want, where
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, cp, stage, samples",
+    [
+        ("causal lm", 2, {"size": 2, "method": "ring"}, 2, 7),
+        ("causal lm", 4, {"size": 2}, 3, 7),  # dp 2: 4 + 3 samples, in batches of 3 the last one is filled up
+        ("classifier", 4, {"size": 2, "method": "ring"}, 2, 10),
+        ("classifier", 2, {"size": 2}, 3, 7),
+    ],
+)
+def test_losses_predictions_and_metrics_equal_a_run_without_the_key(workers, tmp_path, kind, ranks, cp, stage, samples):
+    def run(world, key):
+        ds_config = training.json_for(key, stage, optimizer={"type": "SGD", "params": {"lr": RATE}})
+        return workers(world, timeout=110).run(everything, tmp_path, ds_config, kind, samples)
+
+    want = run(ranks // 2, None)[0][0]
+    assert len(want["labels"]) == samples
+    for got, regions in run(ranks, cp):
+        assert_same(got, want)
+        assert regions > 0
