@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 KEY = "context_parallel"
 
 Auto = Literal["auto"]
+Switch = Literal["auto", True, False]
 
 
 class ConfigError(ValueError):
@@ -38,6 +39,9 @@ class ContextParallelConfig(BaseModel):
     checks: Literal["first_step", "every_step", "off"] = "first_step"
     timeout: float = Field(600.0, gt=0, description="seconds a rank waits for its group before it fails")
     unverified: Literal["refuse", "allow"] = "refuse"
+    tiled_loss: Switch = Field("auto", description="the loss in tiles of tokens, so that no rank holds [L, vocab]")
+    tiled_mlp: Switch = Field("auto", description="MLPs in tiles of tokens, recomputed in the backward pass")
+    offload_activations: Switch = Field("auto", description="what checkpointing keeps waits in host memory")
 
 
 def read(value: Any) -> ContextParallelConfig:
@@ -154,8 +158,9 @@ def _explain(detail: Mapping[str, Any]) -> str:
     value = detail["input"]
     if detail["type"] == "literal_error":
         allowed = fields[name].annotation.__args__
-        listed = ", ".join(f'"{choice}"' for choice in allowed)
-        return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}.{_nearest(str(value), allowed)} Allowed: {listed}.'
+        listed = ", ".join(map(json.dumps, allowed))
+        near = _nearest(str(value), [choice if isinstance(choice, str) else json.dumps(choice) for choice in allowed])
+        return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}.{near} Allowed: {listed}.'
     return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}: {detail["msg"].lower()}.'
 
 

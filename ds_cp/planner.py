@@ -33,7 +33,7 @@ class ModelFacts:
 class Plan:
     """How one model's sequences are shared. ``size = ring x ulysses``; ``reasons`` says why, per field.
 
-    ``packed_layout`` is for batches with several documents in a row, where it pays; ``layout`` for all others.
+    ``tiled_mlp`` None: wherever a forward's tokens are many. ``packed_layout`` is for batches with several documents in a row, where it pays; ``layout`` for all others.
     """
 
     size: int
@@ -46,6 +46,9 @@ class Plan:
     checks: str
     timeout: float
     unverified: str
+    tiled_loss: bool
+    tiled_mlp: bool | None
+    offload_activations: bool
     reasons: Mapping[str, str]
 
     @property
@@ -97,6 +100,9 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         checks=config.checks,
         timeout=config.timeout,
         unverified=config.unverified,
+        tiled_loss=config.tiled_loss is not False,  # as exact, no slower, and never [L, vocab]
+        tiled_mlp=None if config.tiled_mlp == "auto" else config.tiled_mlp,
+        offload_activations=config.offload_activations is True,  # auto: off, for its copies were not measured on a GPU
         reasons=reasons,
     )
 
