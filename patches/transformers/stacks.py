@@ -1,0 +1,174 @@
+"""Stacks: the runs of layers of a model that share a sequence. Hooks open a region before each and close it behind.
+
+A decoder-only model and an encoder have one stack; an encoder-decoder has two, with a sequence, a layout and a region
+each. What a stack returns is whole again, so that whatever follows it (a head, a pooler, cross attention) may be anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ds_cp import balance
+from ds_cp.agreement import BatchError, agree, digest_of
+from ds_cp.mesh import Mesh
+from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers import masks, support
+from ds_cp.planner import Plan
+from ds_cp.region import HeadCall, Region, current, current_head, enter, leave
+from ds_cp.rules import Rule
+
+
+@dataclass(eq=False)
+class Stack:
+    """One stack of a model.
+
+    Attributes:
+        layers: self attention calls of a forward.
+        rules: how many layers have which rule, for balance.
+        feeds_head: whether the head's loss takes what this stack returns, so that it may stay local.
+        forwards: regions opened so far.
+    """
+
+    layers: int
+    rules: Mapping[Rule, int]
+    feeds_head: bool
+    forwards: int = 0
+
+
+def of(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
+    """The stacks of a model by the module that runs them, in the order in which they run."""
+    *encoders, decoder = support.find_stacks(head)
+    stacks = {}
+    for module in (*encoders, decoder):
+        config, is_decoder = support.stack_config(head, module), module is decoder
+        layers = support.attention_layers(config, is_decoder)
+        stacks[module] = Stack(layers, support.layer_rules(config, is_decoder), feeds_head=is_decoder)
+    return stacks
+
+
+def hook(module: PreTrainedModel, stack: Stack, plan: Plan, mesh: Mesh) -> list[Any]:
+    """Put the hooks on a stack and on its pooler; returns their handles."""
+    signature = inspect.signature(module.forward)
+    handles = [
+        module.register_forward_pre_hook(_before(stack, plan, mesh, signature), with_kwargs=True),
+        module.register_forward_hook(_after(stack), always_call=True),
+    ]
+    if isinstance(pooler := getattr(module, "pooler", None), torch.nn.Module):
+        handles.append(pooler.register_forward_pre_hook(_before_pooler))
+    return handles
+
+
+def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
+    @torch.compiler.disable
+    def before_stack(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = batches.named(signature, args, kwargs)
+        if given.get("cache") is not None or given.get("past_key_values") is not None or given.get("use_cache"):
+            enter(module, None)  # generation: every rank runs the whole, at most one new token is computed
+            return masks.plain(args), masks.plain(kwargs)
+        call = (current_head() if stack.feeds_head else None) or HeadCall()
+        region = _open(stack, plan, mesh, given, call, module)
+        stack.forwards += 1
+        local = batches.localise(region, given, batches.shape_of(given))
+        if "use_cache" in signature.parameters:
+            local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
+        enter(module, region)
+        return (), local
+
+    before_stack.ds_cp = True
+    return before_stack
+
+
+def _open(
+    stack: Stack, plan: Plan, mesh: Mesh, given: Mapping[str, Any], call: HeadCall, module: torch.nn.Module
+) -> Region:
+    """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
+    error, documents, shape, digest = None, None, (0, 0), 0
+    try:
+        shape = batches.shape_of(given)
+        support.refuse_call(module, given, call)
+        batches.check_shapes(given, call.labels if call.keeps_local else None, *shape)
+        batches.refuse_lost_facts(call.told, given)
+        documents = batches.documents(given, *shape)
+        if plan.checks == "every_step" or (plan.checks == "first_step" and stack.forwards == 0):
+            digest = digest_of(batches.contents(given, call.labels))
+    except (BatchError, ValueError) as problem:
+        error = str(problem)
+    except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
+        error = f"{type(problem).__name__} while the batch was read: {problem}"
+    agree(mesh.control, error, (*shape, call.keeps_local), digest, stack.forwards)
+    assert documents is not None
+    layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, stack.rules)
+    return Region(plan, mesh, layout, documents, whole_mask=batches.whole_mask(given, *shape))
+
+
+def _after(stack: Stack):
+    @torch.compiler.disable
+    def after_stack(module: torch.nn.Module, args: tuple, output: Any) -> Any:
+        region = leave(module)
+        if region is None or output is None:
+            return None
+        if len(region.attended) < stack.layers:
+            raise BatchError(
+                f"{len(region.attended)} of {stack.layers} attention layers went through ds_cp; the others saw their own "
+                "shard only. Do not change the model's attention implementation after it was attached, and do not replace "
+                "its attention layers."
+            )
+        call = current_head()
+        keeps_local = stack.feeds_head and call is not None and call.keeps_local
+        if keeps_local:
+            if call.region is not None:
+                raise BatchError(
+                    "the model calls its decoder twice for one loss, which ds_cp computes on local tokens: the second call's "
+                    "tokens lie elsewhere. Compute the loss outside of the model, from its logits."
+                )
+            call.region = region
+        return _closed(region, output, keeps_local)
+
+    return after_stack
+
+
+def _closed(region: Region, output: Any, keep_last_local: bool) -> Any:
+    """A stack's output with everything per token whole, except for a last hidden state that stays local."""
+    if isinstance(output, tuple):
+        rest = (_whole(region, value, 3) for value in output[1:])
+        return (output[0] if keep_last_local else _whole(region, output[0], 3), *rest)
+    for name, value in list(output.items()):
+        if not (keep_last_local and name == "last_hidden_state"):
+            output[name] = _whole(region, value, 2 if "router" in name else 3)
+    return output
+
+
+def _whole(region: Region, value: Any, fewest_dims: int) -> Any:
+    """Hidden states [B, L, d] and [k, B, L, d] and, inside tuples, what experts' routers say ([B * L, E]), of all tokens."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_whole(region, item, 2) for item in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < fewest_dims:
+        return value
+    length, batch = region.layout.local_len, len(region.documents.ranges)
+    if value.dim() == 4 and value.shape[1:3] == (batch, length):
+        return region.gather(value, dim=2)
+    if value.dim() > 2 and value.size(1) == length:
+        return region.gather(value)
+    if value.dim() == 2 and value.size(0) == batch * length:
+        return region.gather(value.unflatten(0, (batch, length))).flatten(0, 1)
+    return value
+
+
+@torch.compiler.disable
+def _before_pooler(pooler: torch.nn.Module, args: tuple) -> tuple | None:
+    """Poolers inside a stack take the first token of what they get, so they get all of them."""
+    region = current()
+    if region is None:
+        return None
+    hidden = args[0] if args else None
+    if hidden is None or hidden.dim() != 3 or hidden.size(1) != region.layout.local_len:
+        raise BatchError(
+            f"{type(pooler).__name__} inside of the shared part got {batches.kind(hidden)} instead of hidden states: it would pool "
+            "a token of this rank's shard. Build the model with add_pooling_layer=False, and pool what it returns."
+        )
+    return (region.gather(hidden), *args[1:])
