@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_cp.collectives import all_reduce
+from ds_cp.deferred import DeferredLogits
 from ds_cp.region import Region
 
 
@@ -16,33 +17,39 @@ def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
 
 
 def causal_lm_loss(
-    logits: torch.Tensor,
+    logits: torch.Tensor | DeferredLogits,
     targets: torch.Tensor,
     region: Region,
     num_items: torch.Tensor | int | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Cross entropy of local logits, equal on every rank of the group.
 
     Args:
-        logits: [B, L, V], this rank's tokens.
+        logits: [B, L, V], this rank's tokens; deferred ones are never computed all at once.
         targets: [B, S] or [B * S], already shifted, whole on every rank.
         region: the forward that made the logits.
         num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
             0, not NaN.
         ignore_index: the label that does not count.
+        label_smoothing: the share of a token's loss that goes to the mean over the vocabulary.
 
     Returns:
         Scalar, fp32 or fp64.
     """
     targets = targets.view(logits.size(0), -1)  # a collator may hand them over flat
     local_targets = region.shard(targets.to(logits.device), dim=-1, pad_value=ignore_index)
-    total = F.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
-        local_targets.flatten(),
-        ignore_index=ignore_index,
-        reduction="sum",
-    )
+    if isinstance(logits, DeferredLogits):
+        total = logits.cross_entropy(local_targets, ignore_index, label_smoothing)
+    else:
+        total = F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
+            local_targets.flatten(),
+            ignore_index=ignore_index,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
     if num_items is None:
         num_items = (targets != ignore_index).sum().clamp(min=1)
     if isinstance(num_items, torch.Tensor):

@@ -16,12 +16,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention import kernels
+from ds_cp.attention import kept, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
 from ds_cp.attention.score import Score, Term
-from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
+from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
 from ds_cp.collectives import gather_sequence
+from ds_cp.deferred import DeferredLogits
 from ds_cp.documents import Documents
 from ds_cp.layout import Layout
 from ds_cp.mask import Step, schedule
@@ -55,6 +56,7 @@ class Region:
     random: int | None = None
     _agreed: int | None = None
     _schedules: dict[Rule, tuple[Step, ...]] = field(default_factory=dict)
+    _positions: dict[tuple[Step, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
         """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
@@ -101,22 +103,25 @@ class Region:
         Returns:
             [B, H, L, dv].
         """
-        ulysses = self.mesh.ulysses
-        split = head_split(query.size(1), key.size(1), ulysses.size)
+        ulysses, heads = self.mesh.ulysses, AllHeads()
         if ulysses.size > 1:
-            query, key, value = split_heads(query, key, value, split, ulysses)
+            split = head_split(query.size(1), key.size(1), ulysses.size)
+            heads = Ulysses(split, ulysses)
             first = sum(split.query[: ulysses.rank])
             score = score.of_heads(first, first + split.query[ulysses.rank])
         make_exchange = partial(self._exchange, self.schedule(rule))
         kernel = kernels.choose(self.plan.kernel, query, value, score)
-        out = attend(query, key, value, make_exchange, kernel, score, partial(self._locate, device=query.device))
-        return join_heads(out, split, ulysses) if ulysses.size > 1 else out
+        locate = partial(self._locate, device=query.device)
+        return attend(query, key, value, make_exchange, kernel, score, locate, heads, kept.current())
 
     def _locate(self, step: Step, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the ring shard's queries and of the rows that arrive in a step."""
-        mine, theirs = (self.layout.ring_runs[rank] for rank in (self.mesh.ring.rank, step.source))
-        q, k = (torch.cat([torch.arange(*run, device=device) for run in runs]) for runs in (mine, theirs))
-        return q, select(k, step.rows)
+        key = step, device
+        if key not in self._positions:
+            mine, theirs = (self.layout.ring_runs[rank] for rank in (self.mesh.ring.rank, step.source))
+            q, k = (torch.cat([torch.arange(*run, device=device) for run in runs]) for runs in (mine, theirs))
+            self._positions[key] = q, select(k, step.rows)
+        return self._positions[key]
 
     def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:
         self.mesh.attention_calls[word] += 1
@@ -166,6 +171,7 @@ class HeadCall:
         told: arguments about documents and positions that the caller gave to the head.
         region: set by the decoder that left its hidden states local.
         consumed: set by the loss.
+        loss_outside: the known loss comes after the head, from the logits that it returns.
     """
 
     keeps_local: bool = False
@@ -173,21 +179,37 @@ class HeadCall:
     told: frozenset[str] = frozenset()
     region: Region | None = None
     consumed: bool = False
+    loss_outside: bool = False
+
+    def defers(self, hidden: torch.Tensor) -> bool:
+        """True for this rank's hidden states [B, L, hidden] on their way to the logits of a known loss."""
+        if self.region is None or not self.keeps_local or not self.region.plan.tiled_loss:
+            return False
+        return hidden.dim() == 3 and hidden.size(1) == self.region.layout.local_len
 
 
 class LocalLogits:
     """What a model returns as ``logits`` when its loss was computed on local tokens in training.
 
     Not a tensor, so that nothing is computed from a shard by mistake. ``local`` is this rank's [B, L, V];
-    ``whole()`` gathers all of it, [B, S, V], differentiably.
+    ``whole()`` gathers all of it, [B, S, V], differentiably. With the tiled loss they are computed only now.
     """
 
-    def __init__(self, local: torch.Tensor, region: Region):
-        self.local, self._region = local, region
+    def __init__(self, local: torch.Tensor | DeferredLogits, region: Region):
+        self._local, self.region = local, region
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's logits, [B, L, V]. Under ZeRO-3 all ranks of the world must ask for them."""
+        return self._local.computed() if isinstance(self._local, DeferredLogits) else self._local
 
     def whole(self) -> torch.Tensor:
-        """The logits of the whole sequence on every rank of the group; all of them must call this."""
-        return self._region.gather(self.local)
+        """The logits of the whole sequence on every rank of the group; all of them (ZeRO-3: of the world) must call."""
+        return self.region.gather(self.local)
+
+    def for_loss(self) -> torch.Tensor | DeferredLogits:
+        """This rank's logits for a loss that knows that they are a shard's."""
+        return self._local
 
     def __getattr__(self, name: str):
         raise BatchError(self._refusal(f".{name}"))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_cp.loss import causal_lm_loss, shift_left
+from ds_cp.patches import liger, trl
 from ds_cp.region import current_head
 
 
@@ -57,7 +58,10 @@ def keeps_local(head: torch.nn.Module) -> bool:
 
 
 def _calls_loss_function(head: torch.nn.Module) -> bool:
-    if not isinstance(head, PreTrainedModel) or "forward" in vars(head):
-        return False  # a forward of the user's own may do anything with the hidden states
-    forward = inspect.unwrap(type(head).forward)
-    return forward.__module__.startswith("transformers.models.") and "loss_function" in forward.__code__.co_names
+    if not isinstance(head, PreTrainedModel):
+        return False
+    forward = trl.plain_forward(head) or type(head).forward
+    forward = inspect.unwrap(getattr(forward, "__func__", forward))
+    # a forward of the user's own may do anything with the hidden states
+    known = getattr(forward, "__module__", "").startswith(("transformers.models.", liger.FORWARDS))
+    return known and "loss_function" in forward.__code__.co_names

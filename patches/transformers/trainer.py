@@ -8,6 +8,7 @@ from typing import Any, Callable
 
 from ds_cp import patches
 from ds_cp.patches.deepspeed import active
+from ds_cp.patches.transformers import smoothing
 
 
 class _PerGroup:
@@ -54,6 +55,7 @@ def _install_trainer() -> None:
     patches.replace(Trainer, "_get_train_sampler", _sampler, "samplers that go by rank go by data-parallel rank")
     patches.replace(Trainer, "evaluate", _evaluating, "steps per second by data-parallel rank")
     patches.replace(Trainer, "predict", _evaluating, "steps per second by data-parallel rank")
+    smoothing.install()
     patches.replace(trainer, "speed_metrics", _speed, "steps per second by data-parallel rank")
 
 

@@ -1,0 +1,101 @@
+"""Hooks on a model's head: may its hidden states stay local, and what becomes of its logits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ds_cp.agreement import BatchError
+from ds_cp.deferred import DeferredLogits
+from ds_cp.patches import trl
+from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers import loss, smoothing
+from ds_cp.region import HeadCall, LocalLogits, Region, pop_head, push_head
+
+LOGITS_LIMIT = 16 << 30
+"""Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
+
+
+def hook(head: torch.nn.Module, vocab: int) -> list[Any]:
+    """Register the hooks; returns their handles.
+
+    Args:
+        vocab: the size of the vocabulary; 0 where it is not known.
+    """
+    return [
+        head.register_forward_pre_hook(_before_head(vocab, inspect.signature(head.forward)), with_kwargs=True),
+        head.register_forward_hook(_after_head, always_call=True),
+    ]
+
+
+def _before_head(vocab: int, signature: inspect.Signature):
+    @torch.compiler.disable
+    def before_head(head: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        given = batches.named(signature, args, kwargs)
+        keeps = given.get("logits_to_keep")
+        everything = not isinstance(keeps, torch.Tensor) and not keeps
+        call = _call(head, given) if everything else HeadCall(False, given.get("labels"))
+        call.told = batches.facts(given)
+        push_head(head, call)
+        generating = given.get("use_cache") or given.get("cache") is not None
+        if everything and not call.keeps_local and not generating and "logits_to_keep" in signature.parameters:
+            _refuse_huge_logits(vocab, *batches.shape_of(given))
+
+    return before_head
+
+
+def _call(head: torch.nn.Module, given: dict[str, Any]) -> HeadCall:
+    """Which known loss takes what this call leaves local, if any."""
+    labels = given.get("labels")
+    if given.get("fused_lm_head"):
+        return HeadCall(trl.is_fused(head), labels)
+    if labels is not None:
+        return HeadCall(loss.keeps_local(head), labels)
+    comes_later = smoothing.expects(head)
+    return HeadCall(comes_later, None, loss_outside=comes_later)
+
+
+def _refuse_huge_logits(vocab: int, batch: int, seq_len: int) -> None:
+    size = batch * seq_len * vocab * 4
+    if size > LOGITS_LIMIT:
+        raise BatchError(
+            f"the model is called without labels, so each rank would hold the logits of all {batch} x {seq_len} tokens "
+            f"({size / 2**30:.0f} GiB in fp32, the limit is {LOGITS_LIMIT >> 30} GiB). Pass labels, so that the loss is "
+            "computed on local tokens, or logits_to_keep."
+        )
+
+
+@torch.compiler.disable
+def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
+    call = pop_head(head)
+    if call is None or call.region is None or output is None:
+        return None
+    if not call.consumed and not call.loss_outside:
+        raise BatchError(
+            f"{type(head).__name__} kept its hidden states local for a loss that it then did not call; what it returned "
+            "belongs to one shard only."
+        )
+    out_of_reach = call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())
+    return _with_logits(output, call, out_of_reach)
+
+
+def _with_logits(output: Any, call: HeadCall, out_of_reach: bool) -> Any:
+    """The head's output with logits that nobody can mistake for whole ones: gathered, or out of reach where a known
+    loss has them or will have them."""
+
+    def honest(logits: torch.Tensor | DeferredLogits | None) -> Any:
+        if logits is None or out_of_reach:
+            return None if logits is None else LocalLogits(logits, call.region)
+        small = logits.size(0) * call.region.layout.seq_len * logits.size(-1) * 4 <= LOGITS_LIMIT
+        if not small:
+            return None
+        return call.region.gather(logits.computed() if isinstance(logits, DeferredLogits) else logits)
+
+    index = 0 if call.loss_outside else 1  # (loss, logits, ...), or no loss
+    if isinstance(output, tuple):
+        return (*output[:index], honest(output[index]), *output[index + 1 :])
+    if "logits" in output:
+        output["logits"] = honest(output["logits"])
+    return output
