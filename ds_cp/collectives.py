@@ -1,13 +1,11 @@
 """Collectives with their true adjoints, as autograd functions.
 
 The model returns the group's loss on every rank, and the backward pass differentiates the *sum* of these equal losses:
-an all-gather's adjoint is a reduce-scatter, an all-reduce's an all-reduce, an all-to-all's its inverse. DeepSpeed then
+an all-gather's adjoint is a reduce-scatter, an all-reduce's an all-reduce. DeepSpeed then
 takes the mean over the world, which undoes the sum: no factor stands anywhere, for sharded and replicated parts alike.
 """
 
 from __future__ import annotations
-
-from typing import Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -47,19 +45,6 @@ class _AllReduce(torch.autograd.Function):
         return ctx.group.all_reduce(grad, "reduce a gradient"), None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return group.all_to_all(rows, send, receive, "forward all-to-all")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        back = ctx.group.all_to_all(grad.contiguous(), ctx.receive, ctx.send, "backward all-to-all")
-        return back, None, None, None
-
-
 def gather_sequence(local: torch.Tensor, layout: Layout, group: Group, dim: int = 1) -> torch.Tensor:
     """All ranks' tokens in global order, padding removed: ``[..., L, ...] -> [..., S, ...]``. Adjoint: reduce-scatter."""
     return _GatherSequence.apply(local, layout, group, dim % local.dim())
@@ -68,13 +53,3 @@ def gather_sequence(local: torch.Tensor, layout: Layout, group: Group, dim: int 
 def all_reduce(value: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum over the group, on every rank. Adjoint: all-reduce."""
     return _AllReduce.apply(value, group)
-
-
-def all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> torch.Tensor:
-    """Rows of dim 0 to their ranks. Adjoint: the inverse all-to-all.
-
-    Args:
-        rows: [sum(send), ...]; the first ``send[0]`` go to rank 0 of the group, and so on.
-        send, receive: rows for and from each rank.
-    """
-    return _AllToAll.apply(rows, tuple(send), tuple(receive), group)

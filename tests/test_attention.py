@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ds_cp.attention import in_process
 from ds_cp.attention.merge import merge
-from ds_cp.attention.ulysses import HeadSplit, join_heads, split_heads
+from ds_cp.attention.ulysses import HeadSplit, Ulysses
 from ds_cp.layout import Layout
 from ds_cp.rules import CAUSAL, OPEN, Band
 from harness.attention import assert_equal, inputs, one_process, shared_attention
@@ -151,15 +151,20 @@ def test_heads_travel_to_their_rank_and_back(query_heads, key_heads, ranks):
 
     def rank(group):
         mine = slice(group.rank * local, (group.rank + 1) * local)
-        parts = split_heads(q[:, :, mine], k[:, :, mine], -k[:, :, mine], split, group)
-        return parts, join_heads(parts[0], split, group)
+        ulysses = Ulysses(split, group)
+        parts = ulysses.to_heads("forward", [q[:, :, mine]], [k[:, :, mine], -k[:, :, mine, :1]])
+        return parts, ulysses.to_tokens("forward", parts[:1], parts[1:]), group.calls
 
     first_q = first_k = 0
     repeated = k.repeat_interleave(split.repeat, 1)
-    for u, ((own_q, own_k, own_v), back) in enumerate(in_process.run(ranks, rank)):
+    for u, ((own_q, own_k, own_v), (back_q, back_k, back_v), calls) in enumerate(in_process.run(ranks, rank)):
+        mine = slice(u * local, (u + 1) * local)
         assert torch.equal(own_q, q[:, first_q : first_q + split.query[u]])
         assert torch.equal(own_k, repeated[:, first_k : first_k + split.key[u]])
-        assert torch.equal(own_v, -own_k)
-        assert torch.equal(back, q[:, :, u * local : (u + 1) * local])
+        assert torch.equal(own_v, -own_k[..., :1])
+        assert torch.equal(back_q, q[:, :, mine])
+        assert torch.equal(back_k, split.repeat * k[:, :, mine])
+        assert torch.equal(back_v, -back_k[..., :1])
+        assert calls["forward"] == 2, "one message each way"
         first_q, first_k = first_q + split.query[u], first_k + split.key[u]
     assert (first_q, first_k) == (query_heads, key_heads * split.repeat)

@@ -28,8 +28,8 @@ def one_exchange_step_is_skipped(patch):
 
     pieces = PeerExchange.pieces
 
-    def all_but_the_last(self, rows):
-        found = list(pieces(self, rows))
+    def all_but_the_last(self, key, value):
+        found = list(pieces(self, key, value))
         return iter(found[:-1] if self.word == "forward" else found)
 
     patch(PeerExchange, "pieces", all_but_the_last)
@@ -70,13 +70,15 @@ def the_loss_sum_has_no_adjoint(patch):
 
 
 def the_all_to_all_has_the_wrong_adjoint(patch):
-    from ds_cp.collectives import _AllToAll
+    from ds_cp.attention.ulysses import Ulysses
 
-    patch(
-        _AllToAll,
-        "backward",
-        staticmethod(lambda ctx, grad: (grad.reshape(sum(ctx.send), *grad.shape[1:]), None, None, None)),
-    )
+    to_tokens = Ulysses.to_tokens
+
+    def tokens_in_the_wrong_order(self, word, queries, keys=()):
+        turned = [x.roll(x.size(2) // self.group.size, 2) if word == "backward" else x for x in (*queries, *keys)]
+        return to_tokens(self, word, turned[: len(queries)], turned[len(queries) :])
+
+    patch(Ulysses, "to_tokens", tokens_in_the_wrong_order)
 
 
 def a_document_boundary_inside_a_shard_is_missed(patch):

@@ -1,21 +1,25 @@
 """Attention over a shared sequence, in four steps: exchange rows, kernel on tiles, merge by lse, dK and dV home.
 
-Every method, layout and mask runs through here; they differ in the schedule and in the exchange, which are data.
+Every method, layout and mask runs through here; they differ in the schedule and in the exchange, which are data. Where
+heads are shared as well (ulysses), tokens are traded for heads before the four steps and back behind them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ds_cp.attention.exchange import Exchange
-from ds_cp.attention.kernels import Kernel, Work, work
+from ds_cp.attention.exchange import Exchange, Pair, as_heads
+from ds_cp.attention.kept import Kept
+from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.merge import fold_in, merge, sink_gradient
 from ds_cp.attention.score import Score, Where
-from ds_cp.mask import Step
+from ds_cp.attention.sums import Piece, Sum, plan
+from ds_cp.attention.ulysses import AllHeads, Heads
+from ds_cp.mask import Step, count
 
 MakeExchange = Callable[[str], Exchange]
 """Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
@@ -32,6 +36,8 @@ def attend(
     kernel: Kernel,
     score: Score,
     locate: Locate | None = None,
+    heads: Heads = AllHeads(),
+    kept: Kept | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the group's keys.
 
@@ -41,98 +47,126 @@ def attend(
         value: [B, h, L, dv].
         make_exchange: how rows travel; its schedule holds the tiles.
         kernel: runs the tiles.
-        score: what happens to q k^T before the softmax.
+        score: what happens to q k^T before the softmax, for the heads that this rank computes.
         locate: needed where the score rule asks for positions.
+        heads: how the ranks of the ulysses axis share heads.
+        kept: of the checkpointed layer that this call is part of.
 
     Returns:
         [B, H, L, dv] in the query's dtype; rows that see no key are 0.
     """
-    return _Attention.apply(query, key, value, score.sinks, make_exchange, kernel, score, locate, *score.tables)
+    call = _Call(make_exchange, kernel, score, locate, heads, kept)
+    return _Attention.apply(query, key, value, score.sinks, call, *score.tables)
+
+
+class _Call(NamedTuple):
+    """What has no gradient."""
+
+    make_exchange: MakeExchange
+    kernel: Kernel
+    score: Score
+    locate: Locate | None
+    heads: Heads
+    kept: Kept | None
 
 
 class _Attention(torch.autograd.Function):
+    """Trades tokens for heads and back, around the four steps.
+
+    In a checkpointed layer (``call.kept``) everything is saved by tokens, for that is what the recomputation has without
+    a message; the backward pass then trades all of it at once. Otherwise it is saved by heads.
+    """
+
     @staticmethod
-    def forward(ctx, query, key, value, sinks, make_exchange, kernel, score, locate, *tables):
-        batch, heads, length, _ = query.shape
-        precise = torch.promote_types(query.dtype, torch.float32)
-        # [B, L, H, dv] underneath, so that the model's transpose back is free
-        out = query.new_zeros((batch, length, heads, value.size(-1)), dtype=precise).transpose(1, 2)
-        lse = query.new_full((batch, heads, length), float("-inf"), dtype=precise)
-        own = _as_rows(key, value)
-        for step, rows in make_exchange("forward").pieces(own):
-            k, v = _as_heads(rows, key.size(-1))
-            for tile, rule in _work(step, kernel, score, locate, query.device):
-                q_index, k_index = _indices(tile)
-                part, part_lse = kernel.forward(query[q_index], k[k_index], v[k_index], tile, rule)
-                merge(out[q_index], lse[q_index[:3]], part, part_lse)
-        if sinks is not None:
-            fold_in(out, lse, sinks)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, own, sinks, out, lse)
-        ctx.key_dim, ctx.dtypes = key.size(-1), (query.dtype, key.dtype, value.dtype)
-        ctx.make_exchange, ctx.kernel, ctx.score, ctx.locate = make_exchange, kernel, score, locate
+    def forward(ctx, query, key, value, sinks, call, *tables):
+        ctx.call, ctx.dtypes, ctx.by_tokens = call, (query.dtype, key.dtype, value.dtype), call.kept is not None
+        known = call.kept.take() if call.kept else None
+        if known:
+            out, lse = known
+        else:
+            q, k, v = call.heads.to_heads("forward", (query,), (key, value))
+            out_of_heads, lse = _forward(q, k, v, sinks, call)
+            (out,) = call.heads.to_tokens("forward", (out_of_heads,))
+        if call.kept:
+            call.kept.put(out, lse)
+            ctx.save_for_backward(query, key, value, out, lse, sinks)
+        else:
+            ctx.save_for_backward(q, k, v, out_of_heads, lse, sinks)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        query, own, sinks, out, lse = ctx.saved_tensors
-        kernel, exchange = ctx.kernel, ctx.make_exchange("backward")
-        d_tables = tuple(torch.zeros_like(table, dtype=lse.dtype) for table in ctx.score.tables)
-        score = replace(ctx.score, gradients=d_tables)
-        dq = torch.zeros_like(query, dtype=lse.dtype)
-        home = torch.zeros_like(own, dtype=lse.dtype)
-        for step, rows in exchange.pieces(own):
-            k, v = _as_heads(rows, ctx.key_dim)
-            grad_rows = home if rows is own else torch.zeros_like(rows, dtype=lse.dtype)
-            dk, dv = _as_heads(grad_rows, ctx.key_dim)
-            for tile, rule in _work(step, kernel, score, ctx.locate, query.device):
-                q_index, k_index = _indices(tile)
-                parts = kernel.backward(
-                    grad_out[q_index], query[q_index], k[k_index], v[k_index], out[q_index], lse[q_index[:3]],
-                    tile, rule,
-                )  # fmt: skip
-                for total, index, part in zip((dq, dk, dv), (q_index, k_index, k_index), parts):
-                    total[index] += part
-            if rows is not own:
-                exchange.send_home(step, grad_rows, home)
-        exchange.finish(home)
+        heads = ctx.call.heads
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        if ctx.by_tokens:
+            q, out, grad_out, k, v = heads.to_heads("backward", (q, out, grad_out), (k, v))
+        else:
+            (grad_out,) = heads.to_heads("backward", (grad_out,))
+        grads, d_tables = _backward(grad_out, q, k, v, out, lse, ctx.call)
         d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
-        grads = [grad.to(dtype) for grad, dtype in zip((dq, *_as_heads(home, ctx.key_dim)), ctx.dtypes)]
-        d_tables = (grad.to(table.dtype) for grad, table in zip(d_tables, score.tables))
-        return *grads, d_sinks, None, None, None, None, *d_tables
+        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes))
+        return *heads.to_tokens("backward", (dq,), (dk, dv)), d_sinks, None, *d_tables
 
 
-def _work(
-    step: Step, kernel: Kernel, score: Score, locate: Locate | None, device: torch.device
-) -> Iterator[tuple[Work, Score]]:
-    """The tiles of a step as the kernel wants them, each with its score rule."""
-    if score.needs_positions:
-        assert locate is not None, "a score rule by position needs positions"
-        q_positions, k_positions = locate(step)
-    for piece in work(step, kernel, device):
-        if not score.needs_positions:
-            yield piece, score
-            continue
-        batch = slice(piece.batch_start, piece.batch_stop)
-        q, k = q_positions[piece.q_start : piece.q_stop], k_positions[piece.k_start : piece.k_stop]
-        yield piece, score.at(Where(batch, q, k))
+def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exchange, kernel, merge: (out in q's dtype, lse) over all keys."""
+    exchange, precise = call.make_exchange("forward"), torch.promote_types(q.dtype, torch.float32)
+    pieces, queries, _ = plan(exchange.steps, call.kernel, q.device, q.size(0))
+    out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if queries.alone else precise, queries.gaps)
+    lse = Sum(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
+    for (step, k_rows, v_rows), of_step in zip(exchange.pieces(k, v), pieces):
+        for (work, q_at, k_at), score in _scored(of_step, step, call):
+            part, part_lse = call.kernel.forward(q_at.of(q), k_at.of(k_rows), k_at.of(v_rows), work, score)
+            if q_at.first:
+                out.put(q_at, part)
+                lse.put(q_at, part_lse)
+            else:
+                merge(q_at.of(out.total), q_at.of(lse.total), part, part_lse)
+    if sinks is not None:
+        fold_in(out.total, lse.total, sinks)
+    return out.total.to(q.dtype), lse.total
 
 
-def _as_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[B, h, L, d] and [B, h, L, dv] as one [L, B, h, d + dv]: any run of rows is contiguous and travels as it is."""
-    return torch.cat((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=-1)
+def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Exchange, kernel, dK and dV home: (dq, dk, dv) in the accumulator's precision, and the tables' gradients."""
+    exchange, precise = call.make_exchange("backward"), lse.dtype
+    pieces, queries, keys = plan(exchange.steps, call.kernel, q.device, q.size(0))
+    d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in call.score.tables)
+    call = call._replace(score=replace(call.score, gradients=d_tables))
+    dq = Sum(q.shape, q, q.dtype if queries.alone else precise, queries.gaps)
+    own = tuple(Sum(x.shape, x, x.dtype if keys[0].alone else precise, keys[0].gaps) for x in (k, v))
+    for (step, k_rows, v_rows), of_step, covered in zip(exchange.pieces(k, v), pieces, keys):
+        leaves = step is not exchange.steps[0]
+        dk, dv = own
+        if leaves:
+            parcel = q.new_empty((count(step.rows), *k.shape[:2], k.size(-1) + v.size(-1)), dtype=precise)
+            dk, dv = (Sum(x.shape, x, precise, covered.gaps, total=x) for x in as_heads(parcel, k.size(-1)))
+        for (work, q_at, k_at), score in _scored(of_step, step, call):
+            parts = call.kernel.backward(
+                q_at.of(grad_out), q_at.of(q), k_at.of(k_rows), k_at.of(v_rows), q_at.of(out), q_at.of(lse), work, score
+            )
+            for total, rows, part in zip((dq, dk, dv), (q_at, k_at, k_at), parts):
+                total.add(rows, part)
+        if leaves:
+            exchange.send_home(step, parcel, _totals(own))
+    exchange.finish(_totals(own))
+    return [dq.total, *_totals(own)], [grad.to(table.dtype) for grad, table in zip(d_tables, call.score.tables)]
 
 
-def _as_heads(rows: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The views [B, h, n, d] and [B, h, n, dv] of rows [n, B, h, d + dv]."""
-    heads = rows.permute(1, 2, 0, 3)
-    return heads[..., :key_dim], heads[..., key_dim:]
+def _totals(sums: Sequence[Sum]) -> Pair:
+    dk, dv = sums
+    return dk.total, dv.total
 
 
-def _indices(tile: Work) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    batch = slice(tile.batch_start, tile.batch_stop)
-    return (
-        (batch, slice(None), slice(tile.q_start, tile.q_stop)),
-        (batch, slice(None), slice(tile.k_start, tile.k_stop)),
-    )
+def _scored(pieces: Sequence[Piece], step: Step, call: _Call) -> Iterator[tuple[Piece, Score]]:
+    """The calls of the kernel in a step, each with its score rule."""
+    if not call.score.needs_positions:
+        yield from ((piece, call.score) for piece in pieces)
+    elif pieces:
+        assert call.locate is not None, "a score rule by position needs positions"
+        q_positions, k_positions = call.locate(step)
+        for piece in pieces:
+            batch, _, q_rows = piece.q.index
+            where = Where(batch, q_positions[q_rows], k_positions[piece.k.index[2]])
+            yield piece, call.score.at(where)

@@ -1,7 +1,8 @@
 """How rows of K and V reach the rank that needs them, and how their gradients come home.
 
 One idea for every method: the schedule says, step by step, which rows travel between which two ranks. ``ring`` has the
-next step's rows under way while a step is computed; ``allgather`` has all of them under way from the start. Rows travel straight from their owner; gradients return in one hop.
+next step's rows under way while a step is computed; ``allgather`` has all of them under way from the start. Rows travel
+straight from their owner; gradients return in one hop.
 """
 
 from __future__ import annotations
@@ -14,17 +15,27 @@ from ds_cp.layout import Run
 from ds_cp.mask import Step, count
 from ds_cp.mesh import Group, Pending
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""K and V, or their gradients: [B, h, n, d] and [B, h, n, dv]."""
+
 
 class Exchange(Protocol):
-    """What the four steps need from a transport."""
+    """What the four steps need from a transport.
 
-    def pieces(self, rows: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor]]:
-        """Yield (step, rows that arrived [n, B, h, D]) for each step; this rank's own rows come first, as given."""
+    Attributes:
+        steps: this rank's schedule.
+    """
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: torch.Tensor) -> None:
-        """Start the journey of a step's gradient [n, B, h, D]; add what arrives for this rank's rows to ``home``."""
+    steps: Sequence[Step]
 
-    def finish(self, home: torch.Tensor) -> None:
+    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        """Yield (step, K, V of the rows that arrived) for each step; this rank's own come first, as given."""
+
+    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
+        """Start the journey of a step's gradient, rows [n, B, h, d + dv]; add what arrives for this rank's rows to
+        ``home``."""
+
+    def finish(self, home: Pair) -> None:
         """Wait until every gradient is home."""
 
 
@@ -42,30 +53,33 @@ class PeerExchange:
         self.group, self.steps, self.ahead, self.word = group, steps, ahead, word
         self._returning: tuple[Pending, torch.Tensor, tuple[Run, ...]] | None = None
 
-    def pieces(self, rows: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor]]:
+    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        sends = any(step.target_rows for step in self.steps[1:])
+        rows = as_rows(key, value) if sends else as_rows(key[:, :, :0], value[:, :, :0])
         under_way = [self._start(step, rows) for step in self.steps[1 : 1 + self.ahead]]
-        yield self.steps[0], rows
+        yield self.steps[0], key, value
         for t in range(1, len(self.steps)):
             arriving, buffer = under_way.pop(0)
             arriving.wait()
             if t + self.ahead < len(self.steps):
                 under_way.append(self._start(self.steps[t + self.ahead], rows))
-            yield self.steps[t], buffer
+            yield self.steps[t], *as_heads(buffer, key.size(-1))
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: torch.Tensor) -> None:
+    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
         self.finish(home)
-        buffer = grad_rows.new_empty((count(step.target_rows), *home.shape[1:]))
+        buffer = grad_rows.new_empty((count(step.target_rows), *grad_rows.shape[1:]))
         sends = [(step.source, grad_rows)] if len(grad_rows) else []
         receives = [(step.target, buffer)] if len(buffer) else []
         pending = self.group.swap(sends, receives, f"{self.word} gradients from rank {step.target} of the ring")
         self._returning = (pending, buffer, step.target_rows)
 
-    def finish(self, home: torch.Tensor) -> None:
+    def finish(self, home: Pair) -> None:
         if self._returning:
             pending, buffer, target_rows = self._returning
             pending.wait()
             for (start, stop), part in zip(target_rows, buffer.split([b - a for a, b in target_rows])):
-                home[start:stop] += part
+                for total, more in zip(home, as_heads(part, home[0].size(-1))):
+                    total[:, :, start:stop] += more
             self._returning = None
 
     def _start(self, step: Step, rows: torch.Tensor) -> tuple[Pending, torch.Tensor]:
@@ -74,6 +88,17 @@ class PeerExchange:
         receives = [(step.source, buffer)] if step.rows else []
         pending = self.group.swap(sends, receives, f"{self.word} rows from rank {step.source} of the ring")
         return pending, buffer
+
+
+def as_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[B, h, n, d] and [B, h, n, dv] as one [n, B, h, d + dv]: any run of rows is contiguous and travels as it is."""
+    return torch.cat((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=-1)
+
+
+def as_heads(rows: torch.Tensor, key_dim: int) -> Pair:
+    """The views [B, h, n, d] and [B, h, n, dv] of rows [n, B, h, d + dv]."""
+    heads = rows.permute(1, 2, 0, 3)
+    return heads[..., :key_dim], heads[..., key_dim:]
 
 
 def select(rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:

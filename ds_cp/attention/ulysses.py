@@ -1,19 +1,23 @@
 """Ulysses (Jacobs et al. 2023): trade a part of the sequence of all heads for all of it of a part of the heads.
 
 An all-to-all before and one after the attention; in between the rank holds its ring shard's tokens in order and its
-share of the heads, so the ring around it, if any, notices nothing.
+share of the heads, so the ring around it, if any, notices nothing. Whatever travels at the same time travels in one
+message per rank, a row per token: what arrives is used where it lies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
 from math import gcd
-from typing import Sequence
+from typing import Iterator, Protocol, Sequence
 
 import torch
 
-from ds_cp.collectives import all_to_all
 from ds_cp.mesh import Group
+
+Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,27 +53,98 @@ class HeadSplit:
         return None
 
 
-def split_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, split: HeadSplit, group: Group
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[B, H, L, d] of all heads to [B, H_u, U*L, d] of this rank's heads, for q, k and v in one all-to-all each."""
-    if split.repeat > 1:
-        key, value = (x.repeat_interleave(split.repeat, dim=1) for x in (key, value))
-    return (
-        _scatter_heads(query, split.query, group),
-        _scatter_heads(key, split.key, group),
-        _scatter_heads(value, split.key, group),
-    )
+class Heads(Protocol):
+    """How the ranks of the ulysses axis share heads; the two ways are each other's inverse and adjoint."""
+
+    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        """From this rank's tokens of all heads to its ring shard's tokens of this rank's heads.
+
+        Args:
+            word: "forward" or "backward", for counters and messages.
+            queries: with query heads, [B, H, L, d] each, becomes [B, H_u, U*L, d].
+            keys: with key/value heads, [B, h, L, d] each, becomes [B, h_u, U*L, d].
+
+        Returns:
+            ``queries``, then ``keys``.
+        """
+
+    def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        """Back; what was repeated is summed."""
 
 
-def join_heads(out: torch.Tensor, split: HeadSplit, group: Group) -> torch.Tensor:
-    """[B, H_u, U*L, d] of this rank's heads back to [B, H, L, d] of all heads."""
-    mine = split.query[group.rank]
-    rows = out.unflatten(2, (group.size, -1)).permute(2, 1, 3, 0, 4).flatten(0, 1)
-    rows = all_to_all(rows.contiguous(), [mine] * group.size, split.query, group)
-    return rows.permute(2, 0, 1, 3)
+class AllHeads:
+    """An axis of one rank: every head is here."""
+
+    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        return [*queries, *keys]
+
+    to_tokens = to_heads
 
 
-def _scatter_heads(x: torch.Tensor, heads: Sequence[int], group: Group) -> torch.Tensor:
-    rows = all_to_all(x.permute(1, 2, 0, 3).contiguous(), heads, [heads[group.rank]] * group.size, group)
-    return rows.unflatten(0, (group.size, -1)).permute(3, 1, 0, 2, 4).flatten(2, 3)
+@dataclass(frozen=True)
+class Ulysses:
+    """Heads shared over a group, by one all-to-all each way."""
+
+    split: HeadSplit
+    group: Group
+
+    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        if self.split.repeat > 1:
+            keys = [x.repeat_interleave(self.split.repeat, dim=1) for x in keys]
+        tensors, splits = self._with_splits(queries, keys)
+        batch, _, length, _ = tensors[0].shape
+        dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+        widths = [self._width(tensors, splits, rank) for rank in range(self.group.size)]
+        parcels = tensors[0].new_empty(length * batch * sum(widths), dtype=dtype)
+        starts = [list(accumulate(split, initial=0)) for split in splits]
+        for rank, parcel in enumerate(parcels.split([length * batch * width for width in widths])):
+            columns = self._columns(parcel.view(length, batch, -1), tensors, splits, rank)
+            for x, start, column in zip(tensors, starts, columns):
+                column.copy_(x[:, start[rank] : start[rank + 1]].permute(2, 0, 1, 3))
+        mine = length * batch * widths[self.group.rank]
+        received = self.group.all_to_all(
+            parcels, [length * batch * width for width in widths], [mine] * self.group.size, f"{word} all-to-all"
+        )
+        rows = received.view(self.group.size * length, batch, -1)
+        return [x.permute(1, 2, 0, 3) for x in self._columns(rows, tensors, splits, self.group.rank)]
+
+    def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        tensors, splits = self._with_splits(queries, keys)
+        batch, _, total, _ = tensors[0].shape
+        length = total // self.group.size
+        widths = [self._width(tensors, splits, rank) for rank in range(self.group.size)]
+        columns = [x.permute(2, 0, 1, 3).flatten(2) for x in tensors]
+        parcels = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+        counts = [length * batch * width for width in widths]
+        received = self.group.all_to_all(
+            parcels.reshape(-1), [counts[self.group.rank]] * self.group.size, counts, f"{word} all-to-all"
+        )
+        # [B, L, heads, d] underneath, so that a model's transpose back is free
+        whole = [received.new_empty(batch, length, sum(split), x.size(-1)) for x, split in zip(tensors, splits)]
+        for rank, parcel in enumerate(received.split(counts)):
+            columns = self._columns(parcel.view(length, batch, -1), tensors, splits, rank)
+            for x, split, column in zip(whole, splits, columns):
+                start = sum(split[:rank])
+                x[:, :, start : start + split[rank]] = column.transpose(0, 1)
+        if self.split.repeat > 1:
+            whole[len(queries) :] = [x.unflatten(2, (-1, self.split.repeat)).sum(3) for x in whole[len(queries) :]]
+        return [x.transpose(1, 2) for x in whole]
+
+    def _with_splits(self, queries: Tensors, keys: Tensors) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+        return [*queries, *keys], [self.split.query] * len(queries) + [self.split.key] * len(keys)
+
+    @staticmethod
+    def _width(tensors: Tensors, splits: Sequence[Sequence[int]], rank: int) -> int:
+        """Elements of a token's row that belong to one rank."""
+        return sum(split[rank] * x.size(-1) for x, split in zip(tensors, splits))
+
+    @staticmethod
+    def _columns(
+        rows: torch.Tensor, tensors: Tensors, splits: Sequence[Sequence[int]], rank: int
+    ) -> Iterator[torch.Tensor]:
+        """The views [n, B, heads of the rank, d] of rows [n, B, width]: one per tensor, side by side."""
+        start = 0
+        for x, split in zip(tensors, splits):
+            heads, dim = split[rank], x.size(-1)
+            yield rows[..., start : start + heads * dim].unflatten(-1, (heads, dim))
+            start += heads * dim
