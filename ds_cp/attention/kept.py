@@ -1,0 +1,51 @@
+"""Attention that a checkpointed layer computes once: its first run keeps (out, lse) of each call, its second takes them.
+
+Gradient checkpointing runs a layer again in the backward pass. Projections are cheap to run again; attention is not, and
+shared attention would communicate again. What is kept instead is one tensor of the hidden states' size per layer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Iterator
+
+import torch
+
+
+class Kept:
+    """What the attention calls of one run of one layer left for its recomputation, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._runs = 0
+        self._calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """While the layer runs. What the recomputation does not take is let go; one more run computes everything."""
+        self._runs += 1
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+            if self._runs > 1:
+                self._calls.clear()
+
+    def put(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keep what a call computed, in the first run only; without its graph, which would keep this alive in turn."""
+        if self._runs == 1:
+            self._calls.append((out.detach(), lse))
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(out, lse) of the next call; None in the first run, and in any after the second."""
+        return self._calls.popleft() if self._runs > 1 and self._calls else None
+
+
+_running: ContextVar[Kept | None] = ContextVar("kept attention of the running layer", default=None)
+
+
+def current() -> Kept | None:
+    """Of the checkpointed layer that runs in this thread, if any."""
+    return _running.get()
