@@ -42,6 +42,7 @@ class ContextParallelConfig(BaseModel):
     tiled_loss: Switch = Field("auto", description="the loss in tiles of tokens, so that no rank holds [L, vocab]")
     tiled_mlp: Switch = Field("auto", description="MLPs in tiles of tokens, recomputed in the backward pass")
     offload_activations: Switch = Field("auto", description="what checkpointing keeps waits in host memory")
+    recompute_attention: Literal[False, True] = Field(False, description="checkpointed layers compute attention twice")
 
 
 def read(value: Any) -> ContextParallelConfig:

@@ -49,6 +49,7 @@ class Plan:
     tiled_loss: bool
     tiled_mlp: bool | None
     offload_activations: bool
+    recompute_attention: bool
     reasons: Mapping[str, str]
 
     @property
@@ -103,6 +104,7 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         tiled_loss=config.tiled_loss is not False,  # as exact, no slower, and never [L, vocab]
         tiled_mlp=None if config.tiled_mlp == "auto" else config.tiled_mlp,
         offload_activations=config.offload_activations is True,  # auto: off, for its copies were not measured on a GPU
+        recompute_attention=config.recompute_attention,
         reasons=reasons,
     )
 

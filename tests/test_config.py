@@ -24,6 +24,7 @@ WRONG = [
     ({"timeout": "long"}, r'"context_parallel.timeout" is "long"'),
     ({"unverified": "yes"}, r'Allowed: "refuse", "allow"'),
     ({"ulysses_size": 1.5}, r'"context_parallel.ulysses_size" is 1.5'),
+    ({"recompute_attention": "yes"}, r'"context_parallel.recompute_attention" is "yes". Allowed: false, true'),
     ({"size": 3}, r"8 ranks and 3 does not divide 8: .* Legal sizes here: 1, 2, 4, 8\."),
     ({"size": 16}, r"Legal sizes here: 1, 2, 4, 8"),
     ({"size": 8, "ulysses_size": 3}, r'"context_parallel.ulysses_size" is 3, but it must divide .* Legal values here: 1, 2, 4, 8'),

@@ -1,0 +1,68 @@
+"""Gradient checkpointing: layers are recomputed in the backward pass, their attention is not.
+
+Every layer of transformers is checkpointed by its attribute ``_gradient_checkpointing_func``, whoever sets it and when:
+the model, Trainer, or the user with another kind of checkpointing. Before each forward what stands there is wrapped, so
+that each run of a layer has something to keep its attention in (:mod:`ds_cp.attention.kept`). A checkpoint around
+anything else recomputes all of it, as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, Callable
+
+import torch
+
+from ds_cp.attention.kept import Kept
+
+ATTRIBUTE = "_gradient_checkpointing_func"
+
+
+def attach(stack: torch.nn.Module) -> Callable[[], None]:
+    """Keep the attention of a stack's checkpointed layers; returns what undoes it."""
+    handle, alive = stack.register_forward_pre_hook(_before_stack), weakref.ref(stack)
+
+    def undo() -> None:
+        handle.remove()
+        for module in _checkpointed(alive()):
+            function = module.__dict__[ATTRIBUTE]
+            if _is_ours(function):
+                setattr(module, ATTRIBUTE, function.args[0])
+
+    return undo
+
+
+@torch.compiler.disable
+def _before_stack(stack: torch.nn.Module, args: tuple) -> None:
+    # bound to no model: a deep copy's hook wraps the copy's layers
+    if stack.training and torch.is_grad_enabled():
+        for module in _checkpointed(stack):
+            function = module.__dict__[ATTRIBUTE]
+            if not _is_wrapped(function):
+                setattr(module, ATTRIBUTE, partial(_checkpoint, function))
+
+
+def _checkpointed(stack: torch.nn.Module | None) -> list[torch.nn.Module]:
+    return [] if stack is None else [module for module in stack.modules() if ATTRIBUTE in module.__dict__]
+
+
+def _is_ours(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is _checkpoint
+
+
+def _is_wrapped(function: Any) -> bool:
+    """Whether ours is among what a function calls, through any number of partials."""
+    if not isinstance(function, partial):
+        return False
+    return _is_ours(function) or any(_is_wrapped(inner) for inner in (function.func, *function.args))
+
+
+def _checkpoint(checkpoint: Callable, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+    """One run of a layer under a checkpoint function. What it keeps lives as long as the checkpoint holds the layer."""
+    return checkpoint(partial(_run, Kept(), layer), *args, **kwargs)
+
+
+def _run(kept: Kept, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+    with kept.run():
+        return layer(*args, **kwargs)
