@@ -110,8 +110,6 @@ def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
         )
     if mask is not None and tuple(mask.shape) != (batch, seq_len):
         raise BatchError(f"attention_mask has shape {tuple(mask.shape)} for a batch of {batch} x {seq_len} tokens.")
-    if given.get("output_attentions"):
-        raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
     positions = given.get("position_ids")
     if positions is not None and positions.dim() == 3:
         positions = positions[0] if positions.size(0) == 4 else None
@@ -167,6 +165,11 @@ def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -
     # All ones: the region knows the padding, and local positions must not be searched for documents.
     local["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     return local
+
+
+def kind(value: Any) -> str:
+    """What an argument is, for messages."""
+    return "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
 
 
 def _numpy(tensor: torch.Tensor | None):

@@ -1,4 +1,4 @@
-"""The border: hooks on the text decoder that open and close the region, and on the head that may keep it local."""
+"""The border: a model is attached here. Its stacks open and close regions (:mod:`.stacks`), its head may keep one local."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import inspect
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_cp import balance, patches, planner
+from ds_cp import patches, planner
 from ds_cp import config as key
 from ds_cp import mesh as meshes
-from ds_cp.agreement import BatchError, agree, digest_of
+from ds_cp.agreement import BatchError
 from ds_cp.mesh import Mesh
-from ds_cp.patches.transformers import attention, families, loss, rope, support
+from ds_cp.patches.transformers import attention, families, loss, rope, stacks, support
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.planner import Plan
-from ds_cp.region import HeadCall, LocalLogits, Region, current_head, enter, leave, pop_head, push_head
-from ds_cp.rules import Rule
+from ds_cp.patches.transformers.stacks import Stack
+from ds_cp.region import HeadCall, LocalLogits, Region, pop_head, push_head
 
 LOGITS_LIMIT = 16 << 30
 """Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
@@ -32,10 +32,18 @@ class Attachment:
 
     plan: Plan
     mesh: Mesh
-    layers: int
-    rules: Mapping[Rule, int]
+    stacks: list[Stack]
     vocab: int
-    forwards: int = 0
+
+    @property
+    def layers(self) -> int:
+        """Attention layers that are shared."""
+        return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def forwards(self) -> int:
+        """Regions opened so far."""
+        return sum(stack.forwards for stack in self.stacks)
 
 
 _attached: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
@@ -71,26 +79,23 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             f"{facts.name} is a copy of a model that is attached: it has that model's hooks and would cut each sequence twice. "
             "Copy a model before it is attached. Nothing was changed."
         )
-    state = Attachment(
-        plan,
-        meshes.build(plan.ring, plan.ulysses, plan.timeout),
-        support.attention_layers(config),
-        support.layer_rules(config),
-        getattr(config, "vocab_size", 0),
-    )
+    parts = stacks.of(head)
+    mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
+    state = Attachment(plan, mesh, list(parts.values()), getattr(config, "vocab_size", 0))
     patches.install()
-    before = config._attn_implementation
-    config._attn_implementation = attention.NAME
-    handles = [
-        decoder.register_forward_pre_hook(_before_decoder(state, inspect.signature(decoder.forward)), with_kwargs=True),
-        decoder.register_forward_hook(_after_decoder(state), always_call=True),
-    ]
+    configs = {id(each): each for each in (config, *(module.config for module in parts))}.values()
+    before = [(each, each._attn_implementation) for each in configs]
+    for each in configs:
+        each._attn_implementation = attention.NAME
+    handles = [handle for part in parts.items() for handle in stacks.hook(*part, plan, mesh)]
     if head is not decoder:
         handles += [
             head.register_forward_pre_hook(_before_head(state, inspect.signature(head.forward)), with_kwargs=True),
             head.register_forward_hook(_after_head, always_call=True),
         ]
-    restore = [loss.attach(head), families.attach(decoder), rope.attach(decoder)]
+    restore = [loss.attach(head)]
+    for module in parts:
+        restore += [families.attach(module), rope.attach(module)]
     _attached[decoder] = state
     alive = weakref.ref(decoder)
 
@@ -99,8 +104,9 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             handle.remove()
         for put_back in restore:
             put_back()
-        if config._attn_implementation == attention.NAME:
-            config._attn_implementation = before
+        for each, name in before:
+            if each._attn_implementation == attention.NAME:
+                each._attn_implementation = name
         if alive() is not None:
             _attached.pop(alive(), None)
 
@@ -122,91 +128,6 @@ def _ranks_per_node(device: str) -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or (
         torch.distributed.get_world_size() if device == "cpu" else get_accelerator().device_count()
     )
-
-
-def _before_decoder(state: Attachment, signature: inspect.Signature):
-    @torch.compiler.disable
-    def before_decoder(decoder: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = batches.named(signature, args, kwargs)
-        if given.get("cache") is not None or given.get("past_key_values") is not None or given.get("use_cache"):
-            enter(decoder, None)  # generation: every rank runs the whole, at most one new token is computed
-            return args, kwargs
-        region = _open(state, decoder, given, current_head() or HeadCall())
-        state.forwards += 1
-        local = batches.localise(region, given, batches.shape_of(given))
-        if "use_cache" in signature.parameters:
-            local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
-        enter(decoder, region)
-        return (), local
-
-    before_decoder.ds_cp = True
-    return before_decoder
-
-
-def _open(state: Attachment, decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCall) -> Region:
-    """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
-    error, documents, shape, digest = None, None, (0, 0), 0
-    try:
-        shape = batches.shape_of(given)
-        support.refuse_call(decoder, given, call)
-        batches.check_shapes(given, call.labels if call.keeps_local else None, *shape)
-        batches.refuse_lost_facts(call.told, given)
-        documents = batches.documents(given, *shape)
-        checks = state.plan.checks
-        if checks == "every_step" or (checks == "first_step" and state.forwards == 0):
-            digest = digest_of(batches.contents(given, call.labels))
-    except (BatchError, ValueError) as problem:
-        error = str(problem)
-    except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
-        error = f"{type(problem).__name__} while the batch was read: {problem}"
-    agree(state.mesh.control, error, (*shape, call.keeps_local), digest, state.forwards)
-    assert documents is not None
-    plan = state.plan
-    layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, state.rules)
-    return Region(plan, state.mesh, layout, documents, whole_mask=batches.whole_mask(given, *shape))
-
-
-def _after_decoder(state: Attachment):
-    @torch.compiler.disable
-    def after_decoder(decoder: torch.nn.Module, args: tuple, output: Any) -> Any:
-        region = leave(decoder)
-        if region is None or output is None:
-            return None
-        if len(region.attended) < state.layers:
-            raise BatchError(
-                f"{len(region.attended)} of {state.layers} attention layers went through ds_cp; the others saw their own "
-                "shard only. Do not change the model's attention implementation after it was attached, and do not replace "
-                "its attention layers."
-            )
-        call = current_head()
-        keeps_local = call is not None and call.keeps_local
-        if keeps_local:
-            if call.region is not None:
-                raise BatchError(
-                    "the model calls its decoder twice for one loss, which ds_cp computes on local tokens: the second call's "
-                    "tokens lie elsewhere. Compute the loss outside of the model, from its logits."
-                )
-            call.region = region
-        return _closed(region, output, keeps_local)
-
-    return after_decoder
-
-
-def _closed(region: Region, output: Any, keep_last_local: bool) -> Any:
-    """The decoder's output with hidden states of the whole sequence, except for a last one that stays local."""
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(whole(item) for item in value)
-        is_local = isinstance(value, torch.Tensor) and value.dim() == 3 and value.size(1) == region.layout.local_len
-        return region.gather(value) if is_local else value
-
-    if isinstance(output, tuple):
-        return (output[0] if keep_last_local else whole(output[0]), *whole(output[1:]))
-    for name, value in list(output.items()):
-        if not (keep_last_local and name == "last_hidden_state"):
-            output[name] = whole(value)
-    return output
 
 
 def _before_head(state: Attachment, signature: inspect.Signature):

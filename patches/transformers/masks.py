@@ -52,6 +52,11 @@ def describe(mask_function: Callable, region: Region, queries: int, keys: int) -
     return MaskDescriptor(region, *read(mask_function, region))
 
 
+def plain(value: Any) -> Any:
+    """Arguments of a stack that runs whole."""
+    return value
+
+
 def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
     """A mask function as a rule, and as terms for what no rule expresses."""
     if not isinstance(function, FunctionType):

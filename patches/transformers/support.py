@@ -62,6 +62,20 @@ def find_decoder(head: PreTrainedModel) -> PreTrainedModel:
     return next((child for child in head.children() if isinstance(child, PreTrainedModel)), head)
 
 
+def find_stacks(head: PreTrainedModel) -> list[PreTrainedModel]:
+    """The modules whose layers share a sequence, in the order in which they run: the decoder is the last."""
+    decoder = find_decoder(head)
+    encoder = head.get_encoder() if getattr(head.config, "is_encoder_decoder", False) else head
+    return [decoder] if encoder in (head, decoder) else [encoder, decoder]
+
+
+def stack_config(head: PreTrainedModel, stack: torch.nn.Module) -> Any:
+    """The config of a stack's layers."""
+    if getattr(head.config, "is_encoder_decoder", False):
+        return stack.config
+    return head.config.get_text_config(decoder=True)
+
+
 def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -> ModelFacts:
     """The facts that the planner needs, after every check that needs no batch.
 
@@ -92,12 +106,9 @@ def refuse_call(decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCa
     Raises:
         BatchError: names it.
     """
-    routed = given.get("output_router_logits")
-    if routed or (routed is None and getattr(decoder.config, "output_router_logits", False)):
-        raise BatchError(
-            "output_router_logits asks for the load-balancing loss of experts, which would see one shard's tokens only. Leave "
-            "it out."
-        )
+    attentions = given.get("output_attentions")
+    if attentions or (attentions is None and getattr(decoder.config, "output_attentions", False)):
+        raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
     embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else None
     if getattr(embedding, "neftune_noise_alpha", None) and embedding.training:
         raise BatchError(
@@ -136,22 +147,22 @@ def head_dims(config: Any) -> tuple[int, ...]:
     return tuple(sorted(found)) or ((width // heads,) if width and heads else ())
 
 
-def attention_layers(config: Any) -> int:
-    """How many attention calls a forward makes."""
-    return config.num_hidden_layers
+def attention_layers(config: Any, decoder: bool = True) -> int:
+    """How many self attention calls a forward of a stack makes; configs of two stacks count each under its own name."""
+    return getattr(config, "decoder_layers" if decoder else "encoder_layers", None) or config.num_hidden_layers
 
 
-def layer_rules(config: Any) -> Counter[Rule]:
+def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:
     """How many layers have which rule, as far as a config tells: an estimate for balance, which exactness ignores."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    whole = CAUSAL if getattr(config, "is_causal", True) else EVERYTHING
+    whole = CAUSAL if decoder and getattr(config, "is_causal", True) else EVERYTHING
     rules = {"full_attention": whole}
     if window:
         rules["sliding_attention"] = whole & Band(window - 1, window - 1)
     if chunk:
         rules["chunked_attention"] = whole & Chunks(chunk)
     usual = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [usual] * attention_layers(config)
+    kinds = getattr(config, "layer_types", None) or [usual] * attention_layers(config, decoder)
     return Counter(rules.get(kind, whole) for kind in kinds)
 
 
@@ -178,10 +189,10 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             "its attention does not go through transformers' attention interface, so each rank would attend to its own "
             "shard only."
         )
-    if getattr(decoder, "pooler", None) is not None:
+    if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):
         yield (
-            "it pools the first token inside of the shared part, and most ranks' first token is another one. Build it with "
-            "add_pooling_layer=False, and pool what it returns."
+            f"its pooler, a {type(pooler).__name__}, gets the first token from inside of the shared part, and most ranks' first "
+            "token is another one. Build it with add_pooling_layer=False, and pool what it returns."
         )
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - HANDLED_LAYERS):
         yield f'layers of kind "{kind}" mix tokens in a way that is not shared yet: each rank would mix its own shard only.'
@@ -192,8 +203,6 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
         )
     if getattr(config, "layerdrop", 0):
         yield "layerdrop would drop other layers on each rank of a group. Set it to 0."
-    if getattr(config, "output_router_logits", False):
-        yield "the load-balancing loss of experts (output_router_logits) would see one shard's tokens only."
     if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in families.WITHOUT_INTERFACE:
         yield (
             "its relative position bias comes from a table that transformers expands to S x S of the tokens it sees: each "
