@@ -166,6 +166,10 @@ def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:
     return Counter(rules.get(kind, whole) for kind in kinds)
 
 
+CACHED_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Kinds of PEFT adapters whose virtual tokens reach the model as a cache."""
+
+
 def refuse_adapters(model: torch.nn.Module) -> None:
     """Raise for PEFT adapters that count tokens.
 
@@ -177,6 +181,12 @@ def refuse_adapters(model: torch.nn.Module) -> None:
             raise ConfigError(
                 f'adapter "{name}" is activated from its invocation tokens on (alora_invocation_tokens): each rank would count '
                 "from its own shard's first token. Use LoRA without them. Nothing was started."
+            )
+        if getattr(adapter, "is_prompt_learning", False) and adapter.peft_type in CACHED_PROMPTS:
+            raise ConfigError(
+                f'adapter "{name}" is a prefix that PEFT hands over as a cache of keys and values ({adapter.peft_type.value}): '
+                "a call with a cache runs whole on every rank, so nothing would be shared and long sequences would not fit. "
+                "Use prompt tuning or p-tuning, whose virtual tokens are part of the sequence, or LoRA. Nothing was started."
             )
 
 
