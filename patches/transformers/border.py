@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -14,16 +12,11 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp import patches, planner
 from ds_cp import config as key
 from ds_cp import mesh as meshes
-from ds_cp.agreement import BatchError
 from ds_cp.mesh import Mesh
-from ds_cp.patches.transformers import attention, families, loss, rope, stacks, support
-from ds_cp.patches.transformers import batch as batches
-from ds_cp.planner import Plan
+from ds_cp.patches import liger, trl
+from ds_cp.patches.transformers import attention, families, heads, logits, loss, recompute, rope, stacks, support
 from ds_cp.patches.transformers.stacks import Stack
-from ds_cp.region import HeadCall, LocalLogits, Region, pop_head, push_head
-
-LOGITS_LIMIT = 16 << 30
-"""Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
+from ds_cp.planner import Plan
 
 
 @dataclass(eq=False)
@@ -83,19 +76,19 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
     state = Attachment(plan, mesh, list(parts.values()), getattr(config, "vocab_size", 0))
     patches.install()
+    liger.install()
     configs = {id(each): each for each in (config, *(module.config for module in parts))}.values()
     before = [(each, each._attn_implementation) for each in configs]
     for each in configs:
         each._attn_implementation = attention.NAME
     handles = [handle for part in parts.items() for handle in stacks.hook(*part, plan, mesh)]
     if head is not decoder:
-        handles += [
-            head.register_forward_pre_hook(_before_head(state, inspect.signature(head.forward)), with_kwargs=True),
-            head.register_forward_hook(_after_head, always_call=True),
-        ]
-    restore = [loss.attach(head)]
+        handles += heads.hook(head, state.vocab)
+    restore = [trl.attach(head), loss.attach(head), logits.attach(head)]
     for module in parts:
         restore += [families.attach(module), rope.attach(module)]
+        if not plan.recompute_attention:
+            restore.append(recompute.attach(module))
     _attached[decoder] = state
     alive = weakref.ref(decoder)
 
@@ -128,58 +121,3 @@ def _ranks_per_node(device: str) -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or (
         torch.distributed.get_world_size() if device == "cpu" else get_accelerator().device_count()
     )
-
-
-def _before_head(state: Attachment, signature: inspect.Signature):
-    @torch.compiler.disable
-    def before_head(head: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        given = batches.named(signature, args, kwargs)
-        labels = given.get("labels")
-        keeps = given.get("logits_to_keep")
-        everything = not isinstance(keeps, torch.Tensor) and not keeps
-        keeps_local = labels is not None and everything and loss.keeps_local(head)
-        push_head(head, HeadCall(keeps_local, labels, batches.facts(given)))
-        generating = given.get("use_cache") or given.get("cache") is not None
-        if everything and not keeps_local and not generating and "logits_to_keep" in signature.parameters:
-            _refuse_huge_logits(state, *batches.shape_of(given))
-
-    return before_head
-
-
-def _refuse_huge_logits(state: Attachment, batch: int, seq_len: int) -> None:
-    size = batch * seq_len * state.vocab * 4
-    if size > LOGITS_LIMIT:
-        raise BatchError(
-            f"the model is called without labels, so each rank would hold the logits of all {batch} x {seq_len} tokens "
-            f"({size / 2**30:.0f} GiB in fp32, the limit is {LOGITS_LIMIT >> 30} GiB). Pass labels, so that the loss is "
-            "computed on local tokens, or logits_to_keep."
-        )
-
-
-@torch.compiler.disable
-def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
-    call = pop_head(head)
-    if call is None or call.region is None or output is None:
-        return None
-    if not call.consumed:
-        raise BatchError(
-            f"{type(head).__name__} kept its hidden states local for a loss that it then did not call; what it returned "
-            "belongs to one shard only."
-        )
-    return _with_logits(output, call.region, training=head.training and torch.is_grad_enabled())
-
-
-def _with_logits(output: Any, region: Region, training: bool) -> Any:
-    """The head's output with logits that nobody can mistake for whole ones: gathered, or in training out of reach."""
-
-    def honest(logits: torch.Tensor | None) -> Any:
-        if logits is None or training:
-            return None if logits is None else LocalLogits(logits, region)
-        small = logits.size(0) * region.layout.seq_len * logits.size(-1) * 4 <= LOGITS_LIMIT
-        return region.gather(logits) if small else None
-
-    if isinstance(output, tuple):  # (loss, logits, ...)
-        return (output[0], honest(output[1]), *output[2:])
-    if "logits" in output:
-        output["logits"] = honest(output["logits"])
-    return output

@@ -12,7 +12,7 @@ from ds_cp.deferred import DeferredLogits
 from ds_cp.patches import trl
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import loss, smoothing
-from ds_cp.region import HeadCall, LocalLogits, Region, pop_head, push_head
+from ds_cp.region import HeadCall, LocalLogits, pop_head, push_head
 
 LOGITS_LIMIT = 16 << 30
 """Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
