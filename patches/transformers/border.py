@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_cp import patches, planner
 from ds_cp import config as key
 from ds_cp import mesh as meshes
+from ds_cp import patches, planner
 from ds_cp.mesh import Mesh
 from ds_cp.patches import liger, trl
 from ds_cp.patches.transformers import attention, families, heads, logits, loss, recompute, rope, stacks, support

@@ -23,6 +23,8 @@ TYPES = {
     "qwen3": COMMON | dict(head_dim=8, use_sliding_window=False),
     "mistral": COMMON | dict(head_dim=8, sliding_window=None),
     "olmo2": COMMON,
+    "granite": COMMON | dict(logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.3),
+    "phi": COMMON,  # its head has a bias
     "gpt2": dict(
         n_embd="{hidden}", n_inner="{mlp}", n_layer="{layers}", n_head="{heads}", vocab_size="{vocab}",
         n_positions=256, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.15,
