@@ -77,7 +77,6 @@ class Region:
         if self._agreed is None:
             mine = torch.tensor([self.random or 0], dtype=torch.int64)
             self._agreed = int(self.mesh.control.all_gather(mine, "agreement on a dropout seed")[0])
-            torch.rand(1)  # something was drawn: the next forward shall draw others
         words = (self._agreed, self.mesh.cp.ranks[0] // self.mesh.cp.size, layer)
         digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8)
         return int.from_bytes(digest.digest(), "little") >> 1
@@ -252,7 +251,7 @@ def leave(owner: object) -> Region | None:
         return None
     top = _open.pop()
     if top.rng:
-        top.rng.close()
+        top.rng.close(drawn=top.region._agreed is not None)
     return top.region
 
 

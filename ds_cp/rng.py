@@ -20,8 +20,9 @@ class ForkedRng:
         torch.manual_seed(int.from_bytes(seed.digest(), "little"))
         self._inside = _rng_state()
 
-    def close(self) -> None:
-        drawn = any(not torch.equal(a, b) for a, b in zip(self._inside, _rng_state()))
+    def close(self, drawn: bool = False) -> None:
+        """Go back to the outside stream; ``drawn`` also when it was from no stream (:meth:`ds_cp.region.Region.seed`)."""
+        drawn = drawn or any(not torch.equal(a, b) for a, b in zip(self._inside, _rng_state()))
         torch.set_rng_state(self._saved[0])
         if len(self._saved) > 1:
             get_accelerator().set_rng_state(self._saved[1])

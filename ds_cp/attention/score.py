@@ -7,7 +7,7 @@ where a token stands is given global positions by the engine, so it does not mat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,7 +49,7 @@ class Dropout:
         device = where.q.device
         batch = torch.arange(where.batch.start, where.batch.stop, device=device).view(-1, 1, 1, 1)
         head = torch.arange(self.first_head, self.first_head + heads, device=device).view(1, -1, 1, 1)
-        word = torch.tensor(self.seed & _WORD, device=device)
+        word = self.seed & _WORD  # a number until positions come in: nothing of it waits for the device
         for part in (self.seed >> 32, batch, head, where.q.view(1, 1, -1, 1), where.k.view(1, 1, 1, -1)):
             word = _mix(word + part * 0x9E3779B1)
         return _mix(word) >= int(self.rate * 2**32)
@@ -58,7 +58,7 @@ class Dropout:
 _WORD = 0xFFFFFFFF
 
 
-def _mix(word: torch.Tensor) -> torch.Tensor:
+def _mix(word: Any) -> Any:
     """A bijection of 32-bit words whose every output bit depends on every input bit (multiply and xor-shift)."""
     word = word & _WORD
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
