@@ -18,11 +18,13 @@ from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.patches.transformers import masks
-from ds_cp.region import MaskDescriptor, current
+from ds_cp.region import MaskDescriptor, current, current_head, is_running
 
 NAME = "ds_cp"
 
-ADDITIVE_MASK = frozenset({"bloom", "mpt"})
+ADDITIVE_MASK = frozenset(
+    "bloom mpt trocr xglm mvp megatron-bert rembert big_bird roformer gpt_neo gpt_neox_japanese".split()
+)
 """Model types whose own attention, which runs outside a region, adds its mask to the scores."""
 
 HARMLESS = frozenset(
@@ -53,16 +55,19 @@ def mask_forward(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    *args: Any,
     mask_function: Callable = causal_mask_function,
     **kwargs: Any,
 ):
-    """A mask descriptor inside a region, SDPA's mask outside."""
+    """A mask descriptor inside a region, SDPA's mask outside; before the decoder of a running model a promise of either."""
     region = current()
     if region is None:
-        if getattr(kwargs.get("config"), "model_type", None) in ADDITIVE_MASK:
-            return eager_mask(batch_size, q_length, kv_length, *args, mask_function=mask_function, **kwargs)
-        return sdpa_mask(batch_size, q_length, kv_length, *args, mask_function=mask_function, **kwargs)
+        make = eager_mask if getattr(kwargs.get("config"), "model_type", None) in ADDITIVE_MASK else sdpa_mask
+        given = kwargs | dict(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
+        )
+        return masks.Deferred(make, given) if current_head() and not is_running() else make(**given)
+    if region.foreign is not None and kwargs.get("attention_mask") is region.foreign:
+        return masks.foreign(mask_function, region)
     return masks.describe(mask_function, region, q_length, kv_length)
 
 
@@ -85,17 +90,18 @@ def attention_forward(
 
     ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only.
     """
+    if isinstance(attention_mask, masks.Foreign):
+        seen, kwargs = attention_mask.mask, kwargs | {"is_causal": False}
+        return _unshared(module, query, key, value, seen, dropout, scaling, softcap=softcap, s_aux=s_aux, **kwargs)
     if not isinstance(attention_mask, MaskDescriptor):
         if current() is not None:
             raise BatchError(
                 f"{type(module).__name__} got {_kind(attention_mask)} instead of the mask of the shared sequence: it would "
                 "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
             )
-        extra = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
-        attend, mask = sdpa_attention_forward, attention_mask
-        if extra:  # SDPA would drop them
-            attend, mask = sys.modules[type(module).__module__].eager_attention_forward, _additive(mask, query, key)
-        return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, **extra, **kwargs)
+        return _unshared(
+            module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, s_aux=s_aux, **kwargs
+        )
     if key.size(-2) != query.size(-2):
         raise BatchError(
             f"{type(module).__name__} attends to {key.size(-2)} keys with {query.size(-2)} queries in a shared forward: the "
@@ -120,6 +126,15 @@ def attention_forward(
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
     return region.attend(query, key, value, attention_mask.rule, score).transpose(1, 2).contiguous(), None
+
+
+def _unshared(module, query, key, value, mask, dropout, scaling, softcap, s_aux, **kwargs) -> tuple[torch.Tensor, None]:
+    """Attention over keys that this rank holds: SDPA, or the model's own eager attention for what SDPA would drop."""
+    extra = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
+    attend = sdpa_attention_forward
+    if extra:
+        attend, mask = sys.modules[type(module).__module__].eager_attention_forward, _additive(mask, query, key)
+    return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, **extra, **kwargs)
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

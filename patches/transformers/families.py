@@ -1,7 +1,8 @@
 """Model families whose attention counts tokens by itself: a forward per attention class, bound to one model's modules.
 
 bloom, falcon and mpt compute attention without transformers' interface and build ALiBi from the tokens that they see;
-llama4 scales queries by their index. Inside a region these must come from the whole sequence.
+llama4 scales queries by their index. Inside a region these must come from the whole sequence. Those that compute plain
+attention by themselves are in :mod:`.plain`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
+from ds_cp.patches.transformers import plain, positions
 from ds_cp.patches.transformers.attention import attention_forward
+from ds_cp.patches.transformers.masks import Foreign
 from ds_cp.region import MaskDescriptor
 
 
@@ -87,58 +90,92 @@ def llama4(original: Callable, self: Any, hidden_states, position_embeddings, at
 
 
 def t5(original: Callable, self: Any, hidden_states, mask=None, key_value_states=None, position_bias=None, **kwargs):
-    """T5Attention and its like in an encoder: the first layer's bias module goes from layer to layer instead of S x S."""
-    if not isinstance(mask, MaskDescriptor):
+    """T5Attention and its like: the first layer's bias module goes from layer to layer instead of S x S."""
+    if not isinstance(mask, (MaskDescriptor, Foreign)):
         return original(hidden_states, mask, key_value_states, position_bias, **kwargs)
     owner = self if position_bias is None else position_bias
+    numbers = {name: getattr(owner, f"relative_attention_{name}") for name in ("num_buckets", "max_distance")}
+    bucket = partial(owner._relative_position_bucket, bidirectional=not owner.is_decoder, **numbers)
+    return _by_bucket(self, owner, bucket, hidden_states, key_value_states, mask), owner, None
+
+
+def umt5(original: Callable, self: Any, hidden_states, encoder_hidden_states=None, cache=None, attention_mask=None, **kwargs):
+    """UMT5Attention: each layer has a bias of its own."""
+    if not isinstance(attention_mask, (MaskDescriptor, Foreign)):
+        return original(hidden_states, encoder_hidden_states, cache, attention_mask, **kwargs)
+    bucket = self._relative_position_bucket
+    return _by_bucket(self, self, bucket, hidden_states, encoder_hidden_states, attention_mask), None
+
+
+def _by_bucket(self: Any, owner: Any, bucket: Callable, hidden: torch.Tensor, foreign: torch.Tensor | None, mask: Any):
+    """T5's attention [B, L, hidden] with the bias of ``owner``, if it has one; to the tokens of ``foreign`` [B, keys, hidden]
+    where that is given."""
+    states = hidden if foreign is None else foreign
     query, key, value = (
-        projection(hidden_states).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        for projection in (self.q, self.k, self.v)
+        projection(given).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        for projection, given in ((self.q, hidden), (self.k, states), (self.v, states))
     )
-    # asked of the module, so that ZeRO-3 gathers it; in each layer anew, so that any kind of checkpointing sees its use
-    table = owner.relative_attention_bias(torch.arange(owner.relative_attention_num_buckets, device=query.device))
-    bucket = partial(
-        owner._relative_position_bucket,
-        bidirectional=not owner.is_decoder,
-        num_buckets=owner.relative_attention_num_buckets,
-        max_distance=owner.relative_attention_max_distance,
-    )
+    terms = ()
+    if owner.has_relative_attention_bias:
+        # asked of the module, so that ZeRO-3 gathers it; in each layer anew, so that any kind of checkpointing sees its use
+        table = owner.relative_attention_bias(
+            torch.arange(owner.relative_attention_num_buckets, device=query.device)
+        )
+        terms = (Bucketed(table, bucket),)
     dropout = self.dropout if self.training else 0.0
-    out, _ = attention_forward(self, query, key, value, mask, dropout, 1.0, terms=(Bucketed(table, bucket),))
-    return self.o(out.flatten(2)), owner, None
+    out, _ = attention_forward(self, query, key, value, mask, dropout, 1.0, terms=terms)
+    return self.o(out.flatten(2))
 
 
-FORWARDS: dict[str, Callable] = {
+FORWARDS: dict[str, Callable] = plain.FORWARDS | {
     "T5Attention": t5,
     "MT5Attention": t5,
+    "UMT5Attention": umt5,
     "BloomAttention": bloom,
     "FalconAttention": falcon,
     "MptAttention": mpt,
     "Llama4TextAttention": llama4,
 }
-WITHOUT_INTERFACE = frozenset({"bloom", "falcon", "mpt", "mt5", "t5"})
-"""Model types whose attention reaches ds_cp through a forward of this file only."""
+METHODS: dict[str, tuple[str, Callable]] = plain.METHODS
+"""By class: the method that computes attention from q, k and v, and what runs in its place."""
+
+BIAS_HANDLED = frozenset({"mt5", "t5", "umt5"})
+"""Model types whose relative position bias comes from a forward of this file."""
+
+
+def replaced(kind: type) -> tuple[str, Callable] | None:
+    """Which method of an attention class of transformers is replaced, and by what."""
+    if not kind.__module__.startswith("transformers."):
+        return None
+    for name in (kind.__name__, f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"):
+        if name in FORWARDS:
+            return "forward", FORWARDS[name]
+        if name in METHODS:
+            return METHODS[name]
+    return None
 
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
-    """Bind the forwards that a decoder's attention modules need; returns what undoes it."""
-    bound = []
+    """Bind the forwards that a decoder's attention modules need, and tell it positions; returns what undoes it."""
+    bound, forget_positions = [], positions.attach(decoder)
     for module in decoder.modules():
-        forward = FORWARDS.get(type(module).__name__)
-        if forward is not None and type(module).__module__.startswith("transformers."):
-            module.forward = MethodType(partial(_call, forward), module)
-            bound.append(module)
+        found = replaced(type(module))
+        if found is not None:
+            name, replacement = found
+            setattr(module, name, MethodType(partial(_call, name, replacement), module))
+            bound.append((module, name))
 
     def undo() -> None:
-        for module in bound:
-            module.__dict__.pop("forward", None)
+        for module, name in bound:
+            module.__dict__.pop(name, None)
+        forget_positions()
 
     return undo
 
 
-def _call(forward: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # the class's own forward is looked up here: a deep copy of the model must run on the copy's weights
-    return forward(MethodType(type(self).forward, self), self, *args, **kwargs)
+def _call(name: str, replacement: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # the class's own method is looked up here: a deep copy of the model must run on the copy's weights
+    return replacement(MethodType(getattr(type(self), name), self), self, *args, **kwargs)
 
 
 def _slopes(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor:

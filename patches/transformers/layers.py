@@ -1,0 +1,85 @@
+"""What the layers of a decoder do with tokens, read from their classes: which attend through transformers' interface,
+which attend by themselves, and which pass a state from token to token."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from types import CodeType
+from typing import Any, Iterator
+
+import torch
+
+from ds_cp.patches.transformers import families
+
+ATTENTION = re.compile("Attention|MLA")
+RECURRENT = re.compile(
+    "causal_conv1d|selective_scan|chunk_scan|delta_rule|delta_attention|recurrent_state|rnn_scan|rwkv_linear|mlstm"
+)
+"""Functions and attributes that a class refers to when it carries a state along the sequence: Mamba, gated delta nets,
+short convolutions, RG-LRU, RWKV, xLSTM."""
+
+
+def without_interface(decoder: torch.nn.Module) -> list[str]:
+    """Attention modules that compute attention by themselves, "layers.0.attn (SomeAttention)"; the outermost of nested ones."""
+    found: dict[str, str] = {}
+    for name, module in decoder.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in found)
+        if not inside and ATTENTION.search(type(module).__name__) and not _reaches_interface(module):
+            found[name] = f"{name} ({type(module).__name__})"
+    return list(found.values())
+
+
+def recurrent(decoder: torch.nn.Module) -> list[str]:
+    """Modules that pass a state, or neighbours, from token to token."""
+    found: dict[str, str] = {}
+    for name, module in decoder.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in found)
+        if name and not inside and _is_recurrent(type(module)):
+            found[name] = f"{name} ({type(module).__name__})"
+    return list(found.values())
+
+
+def attends(decoder: torch.nn.Module) -> bool:
+    """Whether any module reaches the interface at all."""
+    return _reaches_interface(decoder)
+
+
+def listed(names: list[str]) -> str:
+    """The first of many, and how many more."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _reaches_interface(module: torch.nn.Module) -> bool:
+    return any(
+        families.replaced(type(part)) is not None or _refers(type(part), "ALL_ATTENTION_FUNCTIONS")
+        for part in module.modules()
+    )
+
+
+@cache
+def _is_recurrent(kind: type) -> bool:
+    return any(RECURRENT.search(name) for code in _codes(kind) for name in code.co_names)
+
+
+@cache
+def _refers(kind: type, name: str) -> bool:
+    return any(name in code.co_names for code in _codes(kind))
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    """The code of a class's methods, without those of torch."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            continue
+        for value in vars(base).values():
+            function = _function(value)
+            if function is not None:
+                yield function.__code__
+
+
+def _function(value: Any) -> Any:
+    value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    value = inspect.unwrap(value) if callable(value) else value
+    return value if inspect.isfunction(value) else None
