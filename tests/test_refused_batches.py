@@ -126,10 +126,6 @@ def blocks_of_another_length(embeds):
     return blockwise_overlay(torch.zeros(1, 7, dtype=torch.long))
 
 
-def router_loss_at_call_time(inputs, rank, model):
-    inputs["output_router_logits"] = True
-
-
 def neftune_noise(inputs, rank, model):
     model.get_input_embeddings().neftune_noise_alpha = 5.0
 
@@ -173,7 +169,6 @@ BATCHES = [
     (other_labels_on_rank_1, "got different batches .* DistributedSampler.*dp_size"),
     (other_length_on_rank_1, r"rank 0: 1 x 37 tokens.* rank 1: 1 x 36 tokens"),
     (bad_boundaries_on_rank_1, r"cu_seqlens .* must rise .*\(found on rank 1, raised on all of its group\)"),
-    (router_loss_at_call_time, "output_router_logits asks for the load-balancing loss of experts"),
     (neftune_noise, "NEFTune scales its noise by the length that it sees"),
     (other_shift_labels_on_rank_1, "got different batches"),
     (no_labels_on_rank_1, "rank 0: 1 x 37 tokens, with labels.* rank 1: 1 x 37 tokens, without labels"),
@@ -213,9 +208,9 @@ def test_contents_are_compared_on_every_step_when_asked(workers):
 
 def test_whole_logits_for_an_unknown_loss_have_a_limit(workers):
     def without_labels():
-        from ds_cp.patches.transformers import border
+        from ds_cp.patches.transformers import heads
 
-        border.LOGITS_LIMIT = 37 * 128 * 4 - 1
+        heads.LOGITS_LIMIT = 37 * 128 * 4 - 1
         model = subject.changed_model(LLAMA, CP2)
         inputs = subject.inputs_without_labels(batches.make(BatchSpec("dense", 1, 37)))
         assert model(**inputs, logits_to_keep=1).logits.shape[1] == 1
