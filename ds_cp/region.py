@@ -41,6 +41,7 @@ class Region:
         layout: which token is where.
         documents: which tokens belong together.
         whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
+        foreign: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
         last_position: the largest position of the whole batch, a tensor without dims.
         attended: the attention modules that came through here, by id: their order.
         random: equal on ranks that were seeded alike; what :meth:`seed` starts from.
@@ -51,6 +52,7 @@ class Region:
     layout: Layout
     documents: Documents
     whole_mask: torch.Tensor | None = None
+    foreign: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)
     random: int | None = None
@@ -258,6 +260,11 @@ def leave(owner: object) -> Region | None:
 def current() -> Region | None:
     """The region whose model part is running in this process, if any."""
     return _open[-1].region if _open else None
+
+
+def is_running() -> bool:
+    """Whether a part of a model that may be shared is running, shared or not."""
+    return bool(_open)
 
 
 def push_head(owner: object, call: HeadCall) -> None:

@@ -9,10 +9,15 @@ import torch
 
 from ds_cp.agreement import BatchError
 from ds_cp.documents import Documents
-from ds_cp.region import Region
+from ds_cp.patches.transformers import masks
+from ds_cp.region import MaskDescriptor, Region
 
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
+
+
+FOREIGN = ("encoder_hidden_states", "encoder_attention_mask")
+"""A second sequence, which cross attention sees; every rank holds it whole."""
 
 
 def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -96,9 +101,21 @@ def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
     return tokens.shape[0], tokens.shape[1]
 
 
+def mask_of(given: Mapping[str, Any]) -> Any:
+    """The attention mask as the caller gave it, also where the model has made masks of it already, one per kind of layer."""
+    mask = given.get("attention_mask")
+    made: list[masks.Deferred] = []
+    masks.each(mask, made.append)
+    if made:
+        return made[0].padding
+    if type(mask) is dict and len({id(each) for each in mask.values()}) == 1:
+        return next(iter(mask.values()))
+    return mask
+
+
 def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
     """Documents and padding from positions, 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``."""
-    mask = given.get("attention_mask")
+    mask = mask_of(given)
     if whole_mask(given, batch, seq_len) is not None:
         return Documents.find(batch, seq_len)  # it says everything, as in transformers: packing and padding too
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
@@ -129,7 +146,7 @@ def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
 
 def whole_mask(given: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
     """A mask [B or 1, H or 1, S, S] that the user made; every rank holds it whole and cuts it per tile."""
-    mask = given.get("attention_mask")
+    mask = mask_of(given)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
         return None
     if mask.requires_grad:
@@ -150,9 +167,10 @@ def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -
     for name, value in given.items():
         if name in FLASH_FACTS:
             continue
+        value = masks.each(value, lambda mask: mask.bind(region))
         if name == "position_ids" and value is not None:
             local[name] = region.shard(value, dim=-1)
-        elif isinstance(value, torch.Tensor) and value.shape[:2] == (batch, seq_len):
+        elif isinstance(value, torch.Tensor) and value.shape[:2] == (batch, seq_len) and name not in FOREIGN:
             local[name] = region.shard(value)
         elif isinstance(value, torch.Tensor) and value.dim() == 1 and name == "cache_position":
             local[name] = region.shard(value, dim=0)
@@ -162,9 +180,39 @@ def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -
     if local.get("position_ids") is None:
         everyone = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
         local["position_ids"] = region.shard(everyone)
-    # All ones: the region knows the padding, and local positions must not be searched for documents.
-    local["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-    return local
+    mask = local.get("attention_mask")
+    if type(mask) is dict and region.whole_mask is not None:
+        mask = {name: masks.describe(None, region, seq_len, seq_len) for name in mask}
+    if type(mask) is not dict and not isinstance(mask, MaskDescriptor):
+        # All ones: the region knows the padding, and local positions must not be searched for documents.
+        mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    return local | {"attention_mask": mask} | _visual(region, given) | _foreign(region, given)
+
+
+def _visual(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What later layers add to visual tokens (qwen3_vl's deepstack): rows [visual tokens, d], in the order of the tokens."""
+    marked, rows = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
+    if marked is None or rows is None:
+        return {}
+    index = marked.flatten().cumsum(0).view_as(marked) - 1
+    mine = region.shard(index)[region.shard(marked)]
+    return {"deepstack_visual_embeds": [each[mine.to(each.device)] for each in rows]}
+
+
+def _foreign(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The padding of an encoder's tokens, which every rank holds whole; the region recognises it by its identity."""
+    states, mask = (given.get(name) for name in FOREIGN)
+    if states is None:
+        return {}
+    if mask is None:
+        mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    if tuple(mask.shape) != tuple(states.shape[:2]):
+        raise BatchError(
+            f"encoder_attention_mask is {kind(mask)} for {states.shape[0]} x {states.shape[1]} encoder tokens; ds_cp takes the "
+            "2-D mask of their padding."
+        )
+    region.foreign = mask.to(device=states.device, dtype=torch.bool)
+    return {FOREIGN[1]: region.foreign}
 
 
 def kind(value: Any) -> str:

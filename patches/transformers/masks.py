@@ -8,6 +8,7 @@ the model runs on local tokens, so per-token tensors in a closure are shards: th
 from __future__ import annotations
 
 import dis
+from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any, Callable
 
@@ -23,6 +24,7 @@ from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
     "causal_mask_function": lambda held, region: CAUSAL,
     "bidirectional_mask_function": lambda held, region: EVERYTHING,
+    "packed_sequence_mask_function": lambda held, region: EVERYTHING,  # the region knows which tokens belong together
     "sliding_window_overlay": lambda held, region: Band(held["sliding_window"] - 1, OPEN),
     "sliding_window_bidirectional_overlay": lambda held, region: Band(held["sliding_window"], held["sliding_window"]),
     # gemma3's and step3p7's own: the window does not count its edge
@@ -34,6 +36,86 @@ KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
     ),
 }
 """By the name of the function that makes the mask function."""
+
+
+class Deferred:
+    """A mask that a model makes before its decoder runs: whether and how the sequence is shared is not known yet.
+
+    Attributes:
+        arguments: of transformers' mask interface: ``batch_size``, ``q_length``, ``kv_length``, ``mask_function``,
+            ``attention_mask`` (the 2-D padding mask) and others.
+        make: what builds the mask where nothing is shared.
+    """
+
+    def __init__(self, make: Callable, arguments: dict[str, Any]):
+        self.make, self.arguments = make, arguments
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """The 2-D mask [B, S], if there is one."""
+        return self.arguments.get("attention_mask")
+
+    def bind(self, region: Region) -> MaskDescriptor:
+        """The descriptor for a region that holds the same tokens."""
+        return describe(
+            self.arguments["mask_function"], region, self.arguments["q_length"], self.arguments["kv_length"]
+        )
+
+    def __getattr__(self, name: str):
+        raise BatchError(self._refusal(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise BatchError(cls._refusal(f" in {getattr(function, '__name__', function)}"))
+
+    @staticmethod
+    def _refusal(use: str) -> str:
+        return (
+            f"the model uses its attention mask{use} before its decoder runs; ds_cp has no tensor of all pairs of tokens there, "
+            "and the mask of a shard would be another one. This model cannot be shared exactly; take the key out for it."
+        )
+
+
+def each(value: Any, change: Callable[[Deferred], Any]) -> Any:
+    """Arguments with every deferred mask in them, and in tuples, lists and dicts inside, changed."""
+    if isinstance(value, Deferred):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(each(item, change) for item in value)
+    if type(value) is dict:
+        return {name: each(item, change) for name, item in value.items()}
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Arguments of a decoder that runs whole, with its deferred masks made."""
+    return each(value, lambda mask: mask.make(**mask.arguments))
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What a layer gets as its mask when it attends to a second sequence that every rank holds whole (an encoder's).
+
+    Attributes:
+        mask: [B, 1, 1, keys] bool, or None where all keys are seen.
+    """
+
+    mask: torch.Tensor | None
+
+
+def foreign(mask_function: Callable, region: Region) -> Foreign:
+    """The mask of a layer whose keys are a second sequence: all of its tokens that exist.
+
+    Raises:
+        BatchError: the layer sees less than that.
+    """
+    if read(mask_function, region) != (EVERYTHING, ()):
+        raise BatchError(
+            f"a layer's mask {_name(mask_function)} of another sequence's keys is more than their padding; ds_cp would let every "
+            "query see all of them. This model cannot be shared exactly; take the key out for it."
+        )
+    seen = region.foreign
+    return Foreign(None if seen is None or bool(seen.all()) else seen[:, None, None, :])
 
 
 def describe(mask_function: Callable, region: Region, queries: int, keys: int) -> MaskDescriptor:
@@ -52,11 +134,6 @@ def describe(mask_function: Callable, region: Region, queries: int, keys: int) -
     return MaskDescriptor(region, *read(mask_function, region))
 
 
-def plain(value: Any) -> Any:
-    """Arguments of a stack that runs whole."""
-    return value
-
-
 def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
     """A mask function as a rule, and as terms for what no rule expresses."""
     if not isinstance(function, FunctionType):
@@ -67,6 +144,8 @@ def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
     maker, held = _maker(function), _held(function)
     if maker in KNOWN:
         return KNOWN[maker](held, region), ()
+    if maker == "remap_positions_for_packed_sequence":  # the region counts inside of documents anyway
+        return read(held["mask_function"], region)
     if maker == "and_masks":
         rule, terms = EVERYTHING, ()
         for part in held["mask_functions"]:
@@ -107,7 +186,8 @@ def _globalised(function: FunctionType, region: Region, gathered: list[torch.Ten
     """A copy of the function in whose closure, and in the functions inside, shards are whole."""
 
     def globalise(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() and region.layout.local_len in value.shape[-2:]:
+        lengths = {region.layout.local_len, region.layout.seq_len}
+        if isinstance(value, torch.Tensor) and value.dim() and not lengths.isdisjoint(value.shape[-2:]):
             whole = _whole(value, region)
             gathered.append(whole)
             return whole

@@ -74,6 +74,8 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         region = _open(stack, plan, mesh, given, call, module)
         stack.forwards += 1
         local = batches.localise(region, given, batches.shape_of(given))
+        if batches.FOREIGN[1] not in signature.parameters:
+            local.pop(batches.FOREIGN[1], None)
         if "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
         enter(module, region)

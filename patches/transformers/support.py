@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
-from ds_cp.patches.transformers import families, rope
+from ds_cp.patches.transformers import families, layers, rope, verified
 from ds_cp.planner import ModelFacts
 from ds_cp.region import HeadCall
 from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
@@ -27,9 +27,7 @@ def _table() -> dict[str, tuple[str, str]]:
 
 
 COMPARED = _table()
-ENCODERS = frozenset({"t5", "mt5"})
-"""Types that are no causal LMs; their encoders are compared in tests of their own."""
-VERIFIED = ENCODERS | {name for name, (verdict, _) in COMPARED.items() if verdict == "exact"}
+VERIFIED = verified.TYPES | {name for name, (verdict, _) in COMPARED.items() if verdict == "exact"}
 """Model types whose loss and gradients equal one process."""
 
 HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -56,9 +54,10 @@ def find_model(model: torch.nn.Module) -> PreTrainedModel:
 def find_decoder(head: PreTrainedModel) -> PreTrainedModel:
     """The text decoder of a model; the model itself when it has no head."""
     decoder = head.get_decoder()
-    if decoder is not head:
+    if decoder is not head and isinstance(decoder, PreTrainedModel):
         return decoder
-    # get_decoder() also answers "itself" where the prefix of a head class names no attribute (llama4)
+    # get_decoder() also answers "itself" where the prefix of a head class names no attribute (llama4), or with whatever
+    # is called "decoder" (the linear head of modernbert-decoder)
     return next((child for child in head.children() if isinstance(child, PreTrainedModel)), head)
 
 
@@ -66,7 +65,9 @@ def find_stacks(head: PreTrainedModel) -> list[PreTrainedModel]:
     """The modules whose layers share a sequence, in the order in which they run: the decoder is the last."""
     decoder = find_decoder(head)
     encoder = head.get_encoder() if getattr(head.config, "is_encoder_decoder", False) else head
-    return [decoder] if encoder in (head, decoder) else [encoder, decoder]
+    if encoder is head:
+        return [decoder]
+    return [encoder] if encoder in {*decoder.modules()} else [encoder, decoder]  # a head on the encoder alone
 
 
 def stack_config(head: PreTrainedModel, stack: torch.nn.Module) -> Any:
@@ -82,11 +83,12 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
     Raises:
         ConfigError: the model, a layer kind or a setting would train wrong; names it and says why.
     """
-    config = model.config.get_text_config(decoder=True)
-    problems = [*_problems(model, decoder, config)]
-    if config.model_type not in VERIFIED and unverified == "refuse":
+    stacks = [(stack, stack_config(model, stack)) for stack in find_stacks(model)]
+    problems = [*dict.fromkeys(problem for stack, config in stacks for problem in _problems(model, stack, config))]
+    types = dict.fromkeys([*(config.model_type for _, config in stacks), model.config.model_type])
+    for unknown in () if unverified == "allow" else [name for name in types if name not in VERIFIED]:
         problems.append(
-            f'model type "{config.model_type}" is not in the tested table of exact types: {_found(config.model_type)}. It '
+            f'model type "{unknown}" is not in the tested table of exact types: {_found(unknown)}. It '
             f'would train wrong silently where its layers mix tokens outside the attention interface. "{KEY}.unverified": '
             '"allow" runs it all the same; "ds_cp verify" compares it with one process first.'
         )
@@ -94,9 +96,9 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
         name = type(model).__name__
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{name} cannot be shared exactly:\n{listed}\nNothing was started.")
-    layers = _layer_configs(config)
-    heads = dict.fromkeys(_heads(layer) for layer in layers)
-    dims = {dim for layer in layers for dim in head_dims(layer)}
+    configs = [layer for _, config in stacks for layer in _layer_configs(config)]
+    heads = dict.fromkeys(pair for config in configs for pair in _heads(config))
+    dims = {dim for config in configs for dim in head_dims(config)}
     return ModelFacts(type(model).__name__, tuple(heads), tuple(sorted(dims)))
 
 
@@ -131,12 +133,15 @@ def _layer_configs(config: Any) -> list[Any]:
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
-def _heads(config: Any) -> tuple[int, int]:
+def _heads(config: Any) -> list[tuple[int, int]]:
     """Query and key/value heads as they reach the attention: falcon repeats its own, but for multi-query."""
+    sides = [getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")]
+    if any(sides):
+        return [(heads, heads) for heads in sides if heads]
     query_heads = config.num_attention_heads
     if config.model_type == "falcon":
-        return query_heads, 1 if config.multi_query and not config.new_decoder_architecture else query_heads
-    return query_heads, getattr(config, "num_key_value_heads", None) or query_heads
+        return [(query_heads, 1 if config.multi_query and not config.new_decoder_architecture else query_heads)]
+    return [(query_heads, getattr(config, "num_key_value_heads", None) or query_heads)]
 
 
 def head_dims(config: Any) -> tuple[int, ...]:
@@ -149,6 +154,8 @@ def head_dims(config: Any) -> tuple[int, ...]:
 
 def attention_layers(config: Any, decoder: bool = True) -> int:
     """How many self attention calls a forward of a stack makes; configs of two stacks count each under its own name."""
+    if groups := getattr(config, "num_hidden_groups", None):  # albert's layers share weights, so they are fewer modules
+        return min(config.num_hidden_layers, groups) * config.inner_group_num
     return getattr(config, "decoder_layers" if decoder else "encoder_layers", None) or config.num_hidden_layers
 
 
@@ -191,14 +198,20 @@ def refuse_adapters(model: torch.nn.Module) -> None:
 
 
 def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> Iterator[str]:
-    if getattr(config, "is_encoder_decoder", False):
-        yield "encoder-decoder models are not handled yet: cross attention would meet a shard of the encoder."
-    through = getattr(type(model), "_supports_attention_backend", False)
-    if not through and config.model_type not in families.WITHOUT_INTERFACE:
+    recurrent = layers.recurrent(decoder)
+    if recurrent:
         yield (
-            "its attention does not go through transformers' attention interface, so each rank would attend to its own "
-            "shard only."
+            f"{layers.listed(recurrent)} pass a state or neighbours from token to token, which is not shared yet: each rank "
+            "would start from nothing at its own shard."
         )
+    alone = layers.without_interface(decoder)
+    if alone:
+        yield (
+            f"{layers.listed(alone)} compute attention without transformers' attention interface, so each rank would attend "
+            "to its own shard only."
+        )
+    if not recurrent and not alone and not layers.attends(decoder):
+        yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):
         yield (
             f"its pooler, a {type(pooler).__name__}, gets the first token from inside of the shared part, and most ranks' first "
@@ -213,7 +226,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
         )
     if getattr(config, "layerdrop", 0):
         yield "layerdrop would drop other layers on each rank of a group. Set it to 0."
-    if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in families.WITHOUT_INTERFACE:
+    if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in families.BIAS_HANDLED:
         yield (
             "its relative position bias comes from a table that transformers expands to S x S of the tokens it sees: each "
             "rank would count distances inside its own shard, and the table's gradient would miss the rest."
