@@ -67,10 +67,12 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
     @torch.compiler.disable
     def before_stack(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = batches.named(signature, args, kwargs)
-        if given.get("cache") is not None or given.get("past_key_values") is not None or given.get("use_cache"):
+        call = (current_head() if stack.feeds_head else None) or HeadCall()
+        # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
+        fills_cache = given.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
+        if given.get("cache") is not None or given.get("past_key_values") is not None or fills_cache:
             enter(module, None)  # generation: every rank runs the whole, at most one new token is computed
             return masks.plain(args), masks.plain(kwargs)
-        call = (current_head() if stack.feeds_head else None) or HeadCall()
         region = _open(stack, plan, mesh, given, call, module)
         stack.forwards += 1
         local = batches.localise(region, given, batches.shape_of(given))
