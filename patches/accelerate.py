@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable
 
+import torch.distributed
+
 from ds_cp import config as key
 from ds_cp import patches
 from ds_cp.patches.deepspeed import active, refuse_features, world_size
@@ -48,7 +50,7 @@ def install() -> None:
 def _by_data_parallel_rank(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
-        size = _cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         if size > 1:
             from accelerate.state import PartialState
 
@@ -66,23 +68,26 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
 def _one_per_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        size = _cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         if size == 1:
             return original(self, input_data, use_gather_object)
-        from accelerate.utils import recursively_apply
-
-        def first_of_each_group(gathered):
-            return gathered.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1)
-
         if use_gather_object and self.process_index % size:
             input_data = type(input_data)()
-        self.gather = lambda data: recursively_apply(first_of_each_group, type(self).gather(self, data))
+        self.gather = lambda data: first_of_each_group(type(self).gather(self, data), size)
         try:
             return original(self, input_data, use_gather_object)
         finally:
             del self.gather
 
     return gather_for_metrics
+
+
+def first_of_each_group(gathered: Any, size: int) -> Any:
+    """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
+    from accelerate.utils import recursively_apply
+
+    world = torch.distributed.get_world_size()
+    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)
 
 
 def _seed_workers_by(dataloader: Any, dp_rank: int) -> None:
@@ -92,7 +97,8 @@ def _seed_workers_by(dataloader: Any, dp_rank: int) -> None:
         dataloader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": dp_rank})
 
 
-def _cp_size_of_accelerator() -> int:
+def cp_size_of_accelerator() -> int:
+    """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()

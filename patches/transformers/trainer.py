@@ -7,6 +7,7 @@ import math
 from typing import Any, Callable
 
 from ds_cp import patches
+from ds_cp.patches import rollouts
 from ds_cp.patches.deepspeed import active
 from ds_cp.patches.transformers import smoothing
 
@@ -62,8 +63,10 @@ def _install_trainer() -> None:
 def _config_process(original: Callable) -> Callable:
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
+        size = cp_size(self.config)
         _install_trainer()
-        return original(self, _PerGroup(args, cp_size(self.config)), *rest, **kwargs)
+        rollouts.install_for(args, size)
+        return original(self, _PerGroup(args, size), *rest, **kwargs)
 
     return trainer_config_process
 

@@ -1,0 +1,163 @@
+"""TRL's trainers that generate what they train on (GRPO, RLOO): one rollout per group, counted once.
+
+They size their generation batch by the world, seed each rank differently, and find their own part of what they gathered
+by the rank. Under the key all ranks of a group hold the same prompts, so all of that goes by data-parallel rank, and the
+completions and rewards of a group's first rank are the group's.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any, Callable
+
+import torch
+
+from ds_cp import patches
+from ds_cp.config import ConfigError
+from ds_cp.patches.accelerate import cp_size_of_accelerator, first_of_each_group
+
+TRAINERS = {
+    "GRPOConfig": ("trl.trainer.grpo_trainer", "GRPOTrainer"),
+    "RLOOConfig": ("trl.trainer.rloo_trainer", "RLOOTrainer"),
+}
+WHY = "rollouts go by data-parallel rank"
+
+
+def install_for(args: Any, size: int) -> None:
+    """Patch the trainer of these arguments, if it is one that generates.
+
+    Raises:
+        ConfigError: a way of generating that would mix the prompts of different groups.
+    """
+    for owner in type(args).__mro__:
+        if owner.__name__ in TRAINERS and owner.__module__.startswith("trl."):
+            _refuse_server(args, size)
+            _install(owner, *TRAINERS[owner.__name__])
+
+
+def _refuse_server(args: Any, size: int) -> None:
+    if size > 1 and getattr(args, "use_vllm", False) and args.vllm_mode == "server":
+        raise ConfigError(
+            '"vllm_mode": "server" together with "context_parallel" is refused: TRL sends the prompts of all ranks to the '
+            "server, and the ranks of a group hold the same prompts, so completions would come back to other prompts than "
+            'they belong to. Use "colocate", or generate with transformers. Nothing was started.'
+        )
+
+
+def _install(config: type, module_name: str, trainer_name: str) -> None:
+    module = import_module(module_name)
+    trainer = getattr(module, trainer_name)
+    if "world_size" not in vars(config):
+        config.world_size = property(_world_size(config.world_size.fget))
+        patches.record(
+            patches.Patch(f"{module_name}.{config.__name__}.world_size", WHY, lambda: delattr(config, "world_size"))
+        )
+    patches.replace(module, "set_seed", _seed, "ranks of a group draw the same completions")
+    patches.replace(module, "gather", _gather, WHY)
+    patches.replace(module, "gather_object", _gather_object, WHY)
+    patches.replace(trainer, "_generate", _of_first_rank, "the completions of a group's first rank are the group's")
+    for method in ("_prepare_inputs", "_compute_loss"):
+        patches.replace(trainer, method, _with_groups, WHY)
+
+
+def _world_size(original: Callable) -> Callable:
+    """By groups while the size of the generation batch is worked out, then the world as ever: Trainer counts for itself."""
+
+    def world_size(self) -> int:
+        known = self.generation_batch_size is not None and self.steps_per_generation is not None
+        hf_config = getattr(self, "hf_deepspeed_config", None)
+        if known or hf_config is None:
+            return original(self)
+        from ds_cp.patches.transformers.trainer import cp_size
+
+        return original(self) // cp_size(hf_config.config)
+
+    return world_size
+
+
+def _seed(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_seed(seed, device_specific=False, **kwargs):
+        size = cp_size_of_accelerator() if device_specific else 1
+        if size == 1:
+            return original(seed, device_specific, **kwargs)
+        return original(seed + torch.distributed.get_rank() // size, **kwargs)
+
+    return set_seed
+
+
+def _gather(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def gather(tensor):
+        size = cp_size_of_accelerator()
+        return original(tensor) if size == 1 else first_of_each_group(original(tensor), size)
+
+    return gather
+
+
+def _gather_object(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def gather_object(value):
+        size = cp_size_of_accelerator()
+        return original(type(value)() if size > 1 and torch.distributed.get_rank() % size else value)
+
+    return gather_object
+
+
+def _of_first_rank(original: Callable) -> Callable:
+    """Kernels, tools and servers may answer each rank differently; a group must train on one text."""
+
+    @functools.wraps(original)
+    def _generate(self, prompts):
+        from ds_cp.patches.transformers.border import attachment
+
+        mine = original(self, prompts)
+        state = attachment(self.model)
+        if state is None:
+            return mine
+        control = state.mesh.control
+        is_first = torch.distributed.get_rank() == control.ranks[0]
+        return control.all_gather_object(mine if is_first else None, "the completions of a group")[0]
+
+    return _generate
+
+
+class _Groups:
+    """An ``Accelerator`` whose processes are the groups."""
+
+    def __init__(self, accelerator: Any, size: int):
+        self._accelerator, self._size = accelerator, size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    @property
+    def num_processes(self) -> int:
+        return self._accelerator.num_processes // self._size
+
+    @property
+    def process_index(self) -> int:
+        return self._accelerator.process_index // self._size
+
+    def gather(self, tensor: Any) -> Any:
+        return first_of_each_group(self._accelerator.gather(tensor), self._size)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
+        reduced = self._accelerator.reduce(tensor, reduction, scale)
+        return reduced / self._size if reduction == "sum" else reduced
+
+
+def _with_groups(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        size, own = cp_size_of_accelerator(), self.accelerator
+        if size == 1 or isinstance(own, _Groups):
+            return original(self, *args, **kwargs)
+        self.accelerator = _Groups(own, size)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.accelerator = own
+
+    return method

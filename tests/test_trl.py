@@ -1,0 +1,192 @@
+"""TRL's trainers under the key: what they log, and the weights, equal a run without it on as many ranks as groups."""
+
+import pytest
+import torch
+
+from harness import engine, models, training
+from harness.models import ModelSpec
+
+pytest.importorskip("trl", reason="TRL is an extra")
+
+LLAMA = ModelSpec("llama")
+RATE = 0.05
+WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>", *(f"w{i}" for i in range(models.VOCAB - 5))]
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }} "
+    "{% else %}<bot> {% generation %}{{ m.content }} <eos> {% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot> {% endif %}"
+)
+TIMES = ("runtime", "per_second", "time", "mfu")
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=CHAT
+    )
+
+
+def words(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(5, models.VOCAB, (length,), generator=generator))
+
+
+def chat(seed):
+    return [
+        {"role": "user", "content": words(seed, 4)}, {"role": "assistant", "content": words(seed + 1, 5 + seed % 9)},
+        {"role": "user", "content": words(seed + 2, 3)}, {"role": "assistant", "content": words(seed + 3, 4 + seed % 5)},
+    ]  # fmt: skip
+
+
+def texts(rows):
+    return [{"text": words(i, 9 + 7 * (i % 4))} for i in range(rows)]
+
+
+def chats(rows):
+    return [{"messages": chat(5 * i)} for i in range(rows)]
+
+
+def preferences(rows):
+    return [
+        {"prompt": words(i, 6), "chosen": words(i + 50, 5 + i % 7), "rejected": words(i + 90, 8 - i % 5)}
+        for i in range(rows)
+    ]
+
+
+def prompts(rows):
+    return [{"prompt": words(i, 5 + i % 4)} for i in range(rows)]
+
+
+def favours_even_tokens(completion_ids, **kwargs):
+    return [sum(token % 2 == 0 for token in ids) / 3 + len(ids) for ids in completion_ids]
+
+
+def sft(dataset, **config):
+    return "SFTTrainer", "SFTConfig", dataset, {"max_length": 40} | config, {}
+
+
+def rollouts(name, **config):
+    sizes = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 2, "beta": 0.1}
+    more = {"reward_funcs": favours_even_tokens}
+    return f"{name}Trainer", f"{name}Config", prompts, sizes | {"gradient_accumulation_steps": 2} | config, more
+
+
+KINDS = {
+    "sft": sft(texts),
+    "sft unequal": sft(texts, gradient_accumulation_steps=2, per_device_train_batch_size=1),
+    "sft packed": sft(texts, packing=True),
+    "sft packed wrapped": sft(texts, packing=True, packing_strategy="wrapped"),
+    "sft padding free": sft(texts, padding_free=True, max_length=None),
+    "sft assistant only": sft(chats, assistant_only_loss=True),
+    "sft dft": sft(texts, loss_type="dft"),
+    "dpo": ("DPOTrainer", "DPOConfig", preferences, {"max_length": 32}, {}),
+    "dpo ipo": ("DPOTrainer", "DPOConfig", preferences, {"loss_type": "ipo", "precompute_ref_log_probs": True}, {}),
+    "reward": ("RewardTrainer", "RewardConfig", preferences, {"max_length": 32}, {}),
+    "grpo": rollouts("GRPO"),
+    "grpo window": rollouts("GRPO", steps_per_generation=4, num_iterations=2, loss_type="grpo"),
+    "rloo": rollouts("RLOO"),
+}
+
+
+def model_for(trainer, folder):
+    """Loaded from a folder: TRL loads the reference model from there once more."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if trainer != "RewardTrainer":
+        return AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    model = models.build(LLAMA)
+    model.config.num_labels, model.config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(model.config, dtype=torch.float32)
+
+
+def trained(folder, ds_config, kind):
+    """What was logged, but for times; and the weights."""
+    import trl
+    from datasets import load_from_disk
+
+    engine.activate()
+    trainer_name, config_name, rows, config, more = KINDS[kind]
+    model = model_for(trainer_name, folder)
+    defaults = dict(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=1, max_steps=2,
+        logging_steps=1, save_strategy="no", report_to=[], learning_rate=RATE, lr_scheduler_type="constant", bf16=False,
+        max_grad_norm=0.0, seed=7, disable_tqdm=True, optim="sgd", deepspeed=ds_config, gradient_checkpointing=False,
+        eval_strategy="no", include_num_input_tokens_seen="all" if trainer_name == "RewardTrainer" else "no",
+    )  # fmt: skip
+    args = getattr(trl, config_name)(**defaults | config)
+    datasets = {"train_dataset": load_from_disk(folder / "train")}
+    if rows is not prompts:
+        datasets["eval_dataset"] = load_from_disk(folder / "eval")
+    trainer = getattr(trl, trainer_name)(model=model, args=args, processing_class=tokenizer(), **datasets, **more)
+    trainer.train()
+    logs = [dict(log) for log in trainer.state.log_history]
+    if "eval_dataset" in datasets:
+        logs.append(trainer.evaluate())
+    kept = [{k: v for k, v in log.items() if not any(word in k for word in TIMES)} for log in logs]
+    return kept, engine.full_weights(trainer.model_wrapped.module)
+
+
+CASES = [
+    # (kind, ranks, key, stage)
+    ("sft", 2, {"size": 2, "method": "ring"}, 2),
+    ("sft unequal", 4, {"size": 2}, 3),
+    ("sft packed", 2, {"size": 2}, 2),
+    ("sft packed wrapped", 2, {"size": 2, "method": "ring"}, 1),
+    ("sft padding free", 2, {"size": 2, "method": "ring"}, 3),
+    ("sft assistant only", 4, {"size": 2, "method": "ring"}, 2),
+    ("sft dft", 2, {"size": 2}, 2),
+    ("dpo", 2, {"size": 2, "method": "ring"}, 2),
+    ("dpo ipo", 4, {"size": 2}, 2),
+    ("reward", 4, {"size": 2}, 2),
+    ("grpo", 4, {"size": 2, "method": "ring"}, 2),
+    ("grpo window", 4, {"size": 2}, 3),
+    ("rloo", 4, {"size": 2, "method": "ring"}, 2),
+]
+
+
+def marked(case):
+    slow = case[0] in ("sft packed wrapped", "sft dft", "dpo ipo", "rloo")  # siblings of a faster case
+    return pytest.param(*case, id=case[0], marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("kind, ranks, cp, stage", [marked(case) for case in CASES])
+def test_logs_and_weights_equal_a_run_without_the_key(workers, tmp_path, kind, ranks, cp, stage):
+    from datasets import Dataset
+
+    models.build(LLAMA).save_pretrained(tmp_path / "base")
+    for part, rows in (("train", 16), ("eval", 5)):
+        Dataset.from_list(KINDS[kind][2](rows)).save_to_disk(tmp_path / part)
+
+    def run(world, key):
+        ds_config = training.json_for(key, stage, optimizer={"type": "SGD", "params": {"lr": RATE}})
+        return workers(world, timeout=110).run(trained, tmp_path, ds_config, kind)
+
+    logs, weights = run(ranks // 2, None)[0]
+    assert {"loss", "grad_norm"} <= set(logs[0])
+    for got_logs, got_weights in run(ranks, cp):
+        assert len(got_logs) == len(logs)
+        for got, want in zip(got_logs, logs):
+            assert set(got) == set(want)
+            for name, value in want.items():
+                if name.endswith("rewards/accuracies") and abs(want[name.replace("accuracies", "margins")]) < 1e-5:
+                    continue  # the policy is still the reference: rounding decides which answer is better
+                assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        for name, weight in weights.items():
+            assert (got_weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def test_a_server_that_would_mix_the_prompts_of_groups_is_refused(workers, tmp_path):
+    def configured():
+        from trl import GRPOConfig
+
+        engine.activate()
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, vllm_mode="server", bf16=False,
+                   deepspeed=training.json_for({"size": 2}, 2))  # fmt: skip
+
+    workers(2).run_expecting_error(configured, 'vllm_mode": "server" .*is refused.*colocate')
