@@ -1,0 +1,89 @@
+"""Tiled MLPs: the feed-forward modules of decoder layers run on tiles of this rank's tokens.
+
+DeepSpeed's own TiledMLP gathers a ZeRO-3 weight once for each tile: where two data-parallel ranks have sequences of other
+lengths, their numbers of tiles differ and their collectives no longer match. Here a whole MLP is one *leaf* for ZeRO-3,
+which gathers its weights around the module whatever happens inside.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import nn
+
+from ds_cp.tiled_module import run_in_tiles
+
+LARGE = 256 << 20
+"""Bytes of one intermediate activation, from which on "auto" tiles."""
+
+TILE_BYTES = 32 << 20
+"""Of one intermediate activation of a tile."""
+
+ATTRIBUTES = frozenset({"mlp", "feed_forward", "ffn"})
+PROJECTIONS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"up_proj", "down_proj"},
+    {"fc1", "fc2"},
+    {"c_fc", "c_proj"},
+    {"dense_h_to_4h", "dense_4h_to_h"},
+)
+"""What a plain MLP consists of; anything beside them and an activation (routers, experts, norms, dropout) excludes it."""
+
+
+def attach(stack: nn.Module, switch: bool | None) -> Callable[[], None]:
+    """Bind the forwards of a stack's MLPs; returns what undoes it.
+
+    Args:
+        switch: True, False, or None for "where it pays".
+    """
+    bound = [] if switch is False else list(_mlps(stack))
+    for module in bound:
+        module.forward = MethodType(partial(_forward, switch is True), module)
+        module._z3_leaf = True  # what DeepSpeed's set_z3_leaf_modules sets; it is read when an engine is made
+
+    def undo() -> None:
+        for module in bound:
+            module.__dict__.pop("forward", None)
+            module._z3_leaf = False
+
+    return undo
+
+
+def _mlps(stack: nn.Module) -> Iterator[nn.Module]:
+    for name, module in stack.named_modules():
+        if name.rpartition(".")[2] in ATTRIBUTES and _is_plain(module):
+            yield module
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """True for an MLP of transformers' own that treats each token alike, by itself, and draws no random numbers."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models.") or "forward" in vars(module):
+        return False
+    parts = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    draws = "dropout" in kind.forward.__code__.co_names or any(isinstance(m, nn.Dropout) for m in module.modules())
+    return parts in PROJECTIONS and not draws and _width(module) > 0
+
+
+def _width(module: nn.Module) -> int:
+    """The width of the intermediate activation; read from attributes, for ZeRO-3 empties the weights."""
+    return max((getattr(child, "out_features", 0) for child in module.children()), default=0)
+
+
+def _forward(always: bool, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    original = MethodType(type(self).forward, self)
+    if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+        return original(*args, **kwargs)
+    row = _width(self) * args[0].element_size()
+    if not always and args[0].shape[:-1].numel() * row <= LARGE:
+        return original(*args)
+    return _tiled(self, original, args[0], max(1, TILE_BYTES // row))
+
+
+@torch.compiler.disable
+def _tiled(module: nn.Module, run: Callable, x: torch.Tensor, rows: int) -> torch.Tensor:
+    return run_in_tiles(module, run, x, rows)
