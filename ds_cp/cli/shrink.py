@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-LAYERS, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 2, 8, 2, 8, 128
+LAYERS, MOST_LAYERS = 2, 5
+HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 8, 2, 8, 128
 
 SIZES: dict[str, int | float | None] = {
     # widths
@@ -56,13 +57,14 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
             "resid_pdrop", "embd_pdrop", "dropout", "activation_dropout", "embedding_dropout", "layerdrop",
             "resid_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise", "embed_dropout", "classifier_dropout", "dropout_rate", "ffn_dropout")  # fmt: skip
 
-KEY_HEAD_NAMES = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
+KEY_HEAD_NAMES = ("num_key_value_heads", "kv_n_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
                   "num_global_key_value_heads")  # fmt: skip
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 NESTED = ("text_config", "decoder", "llm_config", "language_config", "thinker_config", "attn_config", "ffn_config")
 
+# fmt: off
 SPECIAL: dict[str, dict[str, Any]] = {
     # what the general rules cannot know, by model type
     "codegen": {"rotary_dim": 4},
@@ -72,31 +74,70 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [96, 96], "num_kv_shared_layers": 0},
     "gemma4_text": {"per_layer_config": {}},
     "nemotron": {"head_dim": HEAD_DIM},
+    "dory": {
+        "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "flint": {"mlp_only_layers": [0]},
+    "hrm_text": {"num_hidden_layers": 8, "num_layers_per_stack": 1},
+    "marian": {"decoder_vocab_size": VOCAB},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]},
+    "dbrx": {"attn_config": {"kv_n_heads": KEY_HEADS, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "zaya": {"num_experts_per_tok": 1},
-    "longcat_flash": {"head_dim": 2 * HEAD_DIM},
+    "longcat_flash": {
+        "head_dim": HEAD_DIM, "qk_head_dim": 2 * HEAD_DIM, "expert_ffn_hidden_size": 32, "zero_expert_num": 2,
+    },
     "reformer": {"is_decoder": True},
     "bert": {"is_decoder": True},
     "xlnet": {"d_head": HEAD_DIM},
 }
+# fmt: on
+
+
+REAL: dict[str, dict[str, Any]] = {
+    # where transformers' default config is not what the type's checkpoints are
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 20,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")
+        },
+    },
+    # what it leaves open
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5}},
+    "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"is_decoder": True},
+    **{
+        name: {"head_dim": 128, "num_key_value_heads": 8}
+        for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
+    },
+}
+
+
+def model_config(model_type: str) -> Any:
+    """The config of a type that a tiny one is made of: transformers' default, with every kind of layer that the type has."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**copy.deepcopy(REAL.get(model_type, {})))
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """A config of the type with small sizes, no dropout, and both kinds of layers where the type mixes two.
+    """A config of the type with small sizes, no dropout, and each kind of layer that the type mixes.
 
     Args:
         model_type: a key of transformers' CONFIG_MAPPING.
         overrides: last word on any key.
     """
-    from transformers import CONFIG_MAPPING
-
-    return shrink(CONFIG_MAPPING[model_type](), **overrides)
+    return shrink(model_config(model_type), **overrides)
 
 
 def shrink(config: Any, **overrides: Any) -> Any:
     """The same for an existing config: what it says of kinds of layers stays, sizes become small."""
     small = {name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_"))}
     _shrink_dict(small)
-    small.update(SPECIAL.get(config.model_type, {}))
     small.update(overrides)
     small.pop("model_type", None)
     return type(config)(**small)
@@ -109,7 +150,7 @@ def _shrink_dict(small: dict[str, Any]) -> None:
     for name, value in list(small.items()):
         if isinstance(value, dict) and name in NESTED:
             _shrink_dict(value)
-        elif isinstance(value, list) and depth and len(value) == depth > LAYERS:
+        elif isinstance(value, list) and depth and len(value) == depth > len(kept):
             small[name] = [value[i] for i in kept]
         elif isinstance(value, dict) and depth and value and all(str(key).isdigit() for key in value):
             small[name] = {}
@@ -119,11 +160,14 @@ def _shrink_dict(small: dict[str, Any]) -> None:
             small[name] = 0.0
         elif name == "head_dim":
             small[name] = HEAD_DIM
+        elif name in DEPTHS and value is not None:
+            small[name] = len(kept)
         elif name in SIZES and value is not None and not isinstance(value, (list, bool)):
             small[name] = SIZES[name]
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(small.get(name), dict):
             small[name] = _shrink_rope(small[name])
+    small.update(copy.deepcopy(SPECIAL.get(small.get("model_type", ""), {})))
 
 
 def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +184,10 @@ def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept_layers(small: dict[str, Any], depth: int | None) -> list[int]:
-    """Which layers to keep: the first of each of two kinds where the model mixes kinds."""
+    """Which layers to keep: the first of each kind where the model mixes kinds, and two at least."""
     lists = [value for value in small.values() if isinstance(value, list) and depth and len(value) == depth]
-    kinds = next((value for value in lists if len({str(kind) for kind in value}) > 1), None)
-    if kinds is None:
-        return list(range(LAYERS))
-    return [0, next(i for i, kind in enumerate(kinds) if kind != kinds[0])]
+    first: dict[tuple[str, ...], int] = {}
+    for layer in range(depth or 0):
+        first.setdefault(tuple(str(value[layer]) for value in lists), layer)
+    kept = [*first.values()][:MOST_LAYERS]
+    return sorted({*kept, *[i for i in range(LAYERS) if len(kept) < LAYERS]})

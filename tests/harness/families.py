@@ -1,5 +1,6 @@
 """Every causal LM type of the installed transformers: compared with one process, or refused; nothing else counts."""
 
+import contextlib
 import copy
 import signal
 from dataclasses import dataclass
@@ -7,10 +8,25 @@ from dataclasses import dataclass
 import torch
 
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB, tiny_config
+from ds_cp.cli.shrink import VOCAB, model_config, shrink
 from harness.models import TransformersInDouble
 
-SECONDS = 40
+SECONDS = 50
+
+
+@contextlib.contextmanager
+def in_double():
+    """fp64 throughout: also where a model makes a tensor of the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with TransformersInDouble():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+METHODS = {2: ("ring", "ulysses"), 4: ("hybrid",)}
+PACKED_REFUSED = "does not pass position_ids on"
 
 
 @dataclass(frozen=True)
@@ -29,11 +45,13 @@ def causal_lm_types():
 
 
 def build(model_type):
+    """A tiny model of the type, and the kinds of modules of the real one that it lacks."""
     from transformers import AutoModelForCausalLM
 
+    real = model_config(model_type)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        tiny_config(model_type),
+        shrink(real),
         attn_implementation="eager",
         experts_implementation="eager",  # the grouped matmul knows no fp64
         dtype=torch.float32,
@@ -42,11 +60,21 @@ def build(model_type):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.train()
+    return model.train(), missing_kinds(real, model)
 
 
-def outcome(model_type, methods=("ring", "ulysses")):
-    """Run on every rank of two: what becomes of the type."""
+def missing_kinds(config, tiny):
+    """Classes of the default-size model's modules that the tiny one does not have; it is built without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    kinds = [{type(module).__name__ for module in model.modules()} for model in (real, tiny)]
+    return sorted(kinds[0] - kinds[1])
+
+
+def outcome(model_type):
+    """Run on every rank: what becomes of the type, with the methods that this many ranks are for."""
     import ds_cp
     from ds_cp.agreement import BatchError
     from ds_cp.config import ConfigError
@@ -56,28 +84,34 @@ def outcome(model_type, methods=("ring", "ulysses")):
 
     signal.signal(signal.SIGALRM, too_slow)
     signal.alarm(SECONDS)
-    dense, packed = compare.batches(VOCAB)
+    size = torch.distributed.get_world_size()
     try:
-        model = build(model_type)
-        truths = {"dense": compare.truth(model, dense, TransformersInDouble)}
+        model, missing = build(model_type)
+        dense, packed = compare.causal_lm_batches(model, VOCAB)
+        truths = {"dense": compare.truth(model, dense, in_double)}
     except Exception as error:  # not a fault of ds_cp: the tiny config does not build or run without it
-        return Outcome(model_type, "not built", _first_line(error))
+        refusal = _refused_unrun(model_type)
+        return refusal or Outcome(model_type, "not built", _first_line(error))
+    if missing:
+        return Outcome(model_type, "not built", f"the tiny model has no {', '.join(missing)}")
     worst, note = 0.0, ""
-    for method in methods:
+    for method in METHODS[size]:
         shared = copy.deepcopy(model)
         try:
-            ds_cp.context_parallel(shared, {"size": 2, "method": method, "unverified": "allow", "timeout": 20})
+            ds_cp.context_parallel(shared, {"size": size, "method": method, "unverified": "allow", "timeout": 20})
             for batch in (dense, packed):
                 try:
-                    got = compare.shared(shared, batch)
+                    loss, gradients = compare.shared(shared, batch)
                 except BatchError as error:
-                    if batch is dense or "does not pass position_ids on" not in str(error):
+                    if batch is dense or PACKED_REFUSED not in str(error):
                         raise
                     note = "; packed rows are refused"
                     continue
                 if batch.name not in truths:
-                    truths[batch.name] = compare.truth(model, batch, TransformersInDouble)
-                error = compare.error(got, truths[batch.name].want)
+                    truths[batch.name] = compare.truth(model, batch, in_double)
+                error = compare.errors(loss, gradients, truths[batch.name]).worst
+                if not shared_forwards(shared):
+                    return Outcome(model_type, "wrong", f"{method}, {batch.name}: runs whole on every rank")
                 if not error <= truths[batch.name].tolerance:
                     return Outcome(model_type, "wrong", f"{method}, {batch.name}: error {error:.1e}")
                 worst = max(worst, error)
@@ -86,6 +120,32 @@ def outcome(model_type, methods=("ring", "ulysses")):
         except Exception as error:
             return Outcome(model_type, "wrong", f"{method}: {_first_line(error)}")
     return Outcome(model_type, "exact", f"{worst:.0e}{note}")
+
+
+def shared_forwards(model):
+    """How many forwards of an attached model were shared so far."""
+    from ds_cp.patches.transformers import border
+
+    return border.attachment(model).forwards
+
+
+def _refused_unrun(model_type):
+    """The refusal of a model whose tiny twin does not run by itself: start-up needs its modules only, not its numbers."""
+    from transformers import AutoModelForCausalLM
+
+    from ds_cp.config import ConfigError
+    from ds_cp.patches.transformers import support
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config(model_type))
+    except Exception:
+        return None
+    try:
+        support.examine(model, support.find_decoder(model), "allow")
+    except ConfigError as error:
+        return Outcome(model_type, "refused", _reason(error))
+    return None
 
 
 def _reason(error):
