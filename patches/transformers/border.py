@@ -14,7 +14,19 @@ from ds_cp import mesh as meshes
 from ds_cp import patches, planner
 from ds_cp.mesh import Mesh
 from ds_cp.patches import liger, trl
-from ds_cp.patches.transformers import attention, families, heads, logits, loss, mlp, recompute, rope, stacks, support
+from ds_cp.patches.transformers import (
+    attention,
+    families,
+    heads,
+    logits,
+    loss,
+    mlp,
+    offload,
+    recompute,
+    rope,
+    stacks,
+    support,
+)
 from ds_cp.patches.transformers.stacks import Stack
 from ds_cp.planner import Plan
 
@@ -87,6 +99,8 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     restore = [trl.attach(head), loss.attach(head), logits.attach(head)]
     for module in parts:
         restore += [families.attach(module), rope.attach(module), mlp.attach(module, plan.tiled_mlp)]
+        if plan.offload_activations:
+            restore.append(offload.attach(module))
         if not plan.recompute_attention:
             restore.append(recompute.attach(module))
     _attached[decoder] = state

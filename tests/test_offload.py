@@ -1,0 +1,66 @@
+"""What checkpointing keeps waits in host memory. No GPU has run this: here the way out and back is counted instead."""
+
+import pytest
+import torch
+
+from harness import batches, oracle, subject
+from harness.batches import BatchSpec
+from harness.models import HEAD_DIM, ModelSpec
+from harness.oracle import truth
+
+LLAMA = ModelSpec("llama", layers=3)
+RING = {"size": 2, "method": "ring", "offload_activations": True}
+BATCH = BatchSpec("packed", 3, 53)
+
+
+def counted(checkpointing):
+    """As `subject.loss_and_gradients`, with copies on the way; (shapes that left, how many came back)."""
+    from ds_cp.patches.transformers import offload
+
+    left, back = [], []
+
+    def to_host(tensor):
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        left.append(tuple(tensor.shape))
+        return tensor.device, tensor.clone()
+
+    def from_host(packed, original=offload.from_host):
+        back.append(isinstance(packed, tuple))
+        return original(packed)
+
+    offload.to_host, offload.from_host = to_host, from_host
+    result = subject.loss_and_gradients(LLAMA, RING, [BATCH], checkpointing=checkpointing)
+    return result, left, sum(back)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_the_input_of_each_layer_leaves_and_comes_back(workers, checkpointing):
+    results = workers(2).run(counted, checkpointing)
+    subject.check([result for result, _, _ in results], truth(LLAMA, BATCH))
+    hidden = (3, 27, LLAMA.heads * HEAD_DIM)  # 53 tokens on two ranks, padded
+    for _, left, back in results:
+        assert left.count(hidden) >= LLAMA.layers
+        assert len(left) <= 3 * LLAMA.layers + 6, "more than layer inputs left"
+        assert back == len(left)
+
+
+def test_on_a_cpu_nothing_is_copied(workers):
+    results = workers(2).run(subject.loss_and_gradients, LLAMA, RING, [BATCH], checkpointing="non-reentrant")
+    subject.check(results, truth(LLAMA, BATCH))
+
+
+def test_without_checkpointing_it_is_refused(workers):
+    def without():
+        subject.changed_model(LLAMA, RING).train()(**batches.make(BATCH).inputs)
+
+    workers(2).run_expecting_error(without, "checkpointing is off")
+
+
+def test_evaluation_needs_no_checkpointing(workers):
+    def evaluated():
+        with torch.no_grad():
+            return subject.changed_model(LLAMA, RING).eval()(**batches.make(BATCH).inputs).loss.item()
+
+    for loss in workers(2).run(evaluated):
+        oracle.assert_close_loss(loss, truth(LLAMA, BATCH).loss, 1e-6)
