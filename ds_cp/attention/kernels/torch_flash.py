@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+from collections import defaultdict
+from typing import Iterable, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,25 @@ from ds_cp.attention.score import Score
 from ds_cp.mask import OPEN, Tile, lower
 
 aten = torch.ops.aten
+
+
+class Alike(NamedTuple):
+    """Tiles of one shape and band that follow each other, for one call as a batch; indexes like what covers them.
+
+    Attributes:
+        lo, hi: of each.
+        times: how many.
+    """
+
+    batch_start: int
+    batch_stop: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int
+    hi: int
+    times: int
 
 
 class TorchKernel:
@@ -26,31 +46,40 @@ class TorchKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return lower(tile)
 
-    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Tile]:
-        return tiles
+    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Alike]:
+        """Documents of one length, or the squares of a window, as a batch each."""
+        shapes: dict[tuple[int, ...], list[Tile]] = defaultdict(list)
+        for tile in tiles:
+            shape = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.lo, tile.hi
+            shapes[tile.batch_start, tile.batch_stop, *shape].append(tile)
+        return sorted(together for alike in shapes.values() for together in _runs(sorted(alike)))
 
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return q.device.type == "cpu" and not score.extras
 
     def forward(self, q, k, v, tile, score):
-        flip = tile.lo == 0
+        flip, times = tile.lo == 0, getattr(tile, "times", 1)
+        q, k, v = _stacked(times, q, k, v)
         if flip:
             q, k, v = _flipped(q, k, v)
         value_dim = v.size(-1)
         q, k, v = _equally_wide(q, k, v)
         out, lse = _forward_cpu(q, k, v, tile.hi < OPEN or flip, score.scale)
-        out = out[..., :value_dim]
-        return _flipped(out, lse.unsqueeze(-1), squeeze=True) if flip else (out, lse)
+        out, lse = out[..., :value_dim], lse.unsqueeze(-1)
+        out, lse = _in_a_row(times, *(_flipped(out, lse) if flip else (out, lse)))
+        return out, lse.squeeze(-1)
 
     def backward(self, grad_out, q, k, v, out, lse, tile, score):
-        flip = tile.lo == 0
+        flip, times = tile.lo == 0, getattr(tile, "times", 1)
+        grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
+        lse = lse.squeeze(-1)
         if flip:
             grad_out, q, k, v, out = _flipped(grad_out, q, k, v, out)
             lse = lse.flip(-1)
         dim, value_dim = q.size(-1), v.size(-1)
         grad_out, q, k, v, out = _equally_wide(grad_out, q, k, v, out)
         grads = _backward_cpu(grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, score.scale)
-        dq, dk, dv = _flipped(*grads) if flip else grads
+        dq, dk, dv = _in_a_row(times, *(_flipped(*grads) if flip else grads))
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
 
@@ -92,11 +121,37 @@ def _backward_cpu(grad_out, q, k, v, out, lse, causal, scale):
     )
 
 
-def _flipped(*tensors: torch.Tensor, squeeze: bool = False):
-    flipped = [tensor.flip(-2) for tensor in tensors]
-    if squeeze:
-        flipped[-1] = flipped[-1].squeeze(-1)
-    return tuple(flipped)
+def _runs(tiles: Sequence[Tile]) -> Iterable[Alike]:
+    """Sorted tiles of one shape and band, joined where the queries and keys of each lie right behind the last one's."""
+    last: Alike | None = None
+    for tile in tiles:
+        one_row = tile.batch_stop - tile.batch_start == 1
+        if last and one_row and (last.q_stop, last.k_stop) == (tile.q_start, tile.k_start):
+            last = last._replace(q_stop=tile.q_stop, k_stop=tile.k_stop, times=last.times + 1)
+            continue
+        if last:
+            yield last
+        last = Alike(*tile, times=1)
+    if last:
+        yield last
+
+
+def _stacked(times: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[1, H, times * n, d] as [times, H, n, d], views."""
+    if times == 1:
+        return tensors
+    return [x[0].unflatten(1, (times, -1)).transpose(0, 1) for x in tensors]
+
+
+def _in_a_row(times: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Back; views of what the operators return, which has [times, n, H, d] underneath."""
+    if times == 1:
+        return tensors
+    return [x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in tensors]
+
+
+def _flipped(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.flip(-2) for tensor in tensors)
 
 
 def _equally_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
