@@ -7,9 +7,10 @@ import inspect
 import re
 from functools import cache
 from types import CodeType
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
+from transformers import PreTrainedModel
 
 from ds_cp.patches.transformers import families
 
@@ -23,32 +24,45 @@ short convolutions, RG-LRU, RWKV, xLSTM."""
 
 def without_interface(decoder: torch.nn.Module) -> list[str]:
     """Attention modules that compute attention by themselves, "layers.0.attn (SomeAttention)"; the outermost of nested ones."""
-    found: dict[str, str] = {}
-    for name, module in decoder.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in found)
-        if not inside and ATTENTION.search(type(module).__name__) and not _reaches_interface(module):
-            found[name] = f"{name} ({type(module).__name__})"
-    return list(found.values())
+    return _outermost(
+        decoder, lambda module: ATTENTION.search(type(module).__name__) and not _reaches_interface(module)
+    )
 
 
 def recurrent(decoder: torch.nn.Module) -> list[str]:
     """Modules that pass a state, or neighbours, from token to token."""
-    found: dict[str, str] = {}
-    for name, module in decoder.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in found)
-        if name and not inside and _is_recurrent(type(module)):
-            found[name] = f"{name} ({type(module).__name__})"
-    return list(found.values())
+    return _outermost(decoder, lambda module: module is not decoder and _is_recurrent(type(module)))
 
 
 def attends(decoder: torch.nn.Module) -> bool:
     """Whether any module reaches the interface at all."""
-    return _reaches_interface(decoder)
+    return any(_reaches_interface(module) for _, module in _own_modules(decoder))
 
 
 def listed(names: list[str]) -> str:
     """The first of many, and how many more."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _outermost(decoder: torch.nn.Module, wanted: Callable[[torch.nn.Module], Any]) -> list[str]:
+    """Names and classes of the modules that are wanted, without those inside of others."""
+    found: dict[str, str] = {}
+    for name, module in _own_modules(decoder):
+        if not any(name.startswith(outer + ".") for outer in found) and wanted(module):
+            found[name] = f"{name} ({type(module).__name__})"
+    return list(found.values())
+
+
+def _own_modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules but those of models inside, such as phi4_multimodal's towers: they see images, which are not shared."""
+    models: list[str] = []
+    for name, module in decoder.named_modules():
+        if any(name.startswith(model + ".") for model in models):
+            continue
+        if isinstance(module, PreTrainedModel) and module is not decoder:
+            models.append(name)
+        else:
+            yield name, module
 
 
 def _reaches_interface(module: torch.nn.Module) -> bool:

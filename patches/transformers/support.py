@@ -156,7 +156,10 @@ def attention_layers(config: Any, decoder: bool = True) -> int:
     """How many self attention calls a forward of a stack makes; configs of two stacks count each under its own name."""
     if groups := getattr(config, "num_hidden_groups", None):  # albert's layers share weights, so they are fewer modules
         return min(config.num_hidden_layers, groups) * config.inner_group_num
-    return getattr(config, "decoder_layers" if decoder else "encoder_layers", None) or config.num_hidden_layers
+    if stack := getattr(config, "num_layers_per_stack", None):  # hrm_text runs its two stacks in cycles
+        return 2 * stack
+    layers = getattr(config, "decoder_layers" if decoder else "encoder_layers", None) or config.num_hidden_layers
+    return layers - len(getattr(config, "cross_attention_layers", None) or ())  # mllama's, which only images use
 
 
 def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:
