@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from harness import heads, subject
+from harness import heads
 from harness.heads import LENGTH, ROWS, padding, tokens
-from harness.models import ModelSpec
 
-RING = {"size": 2, "method": "ring", "unverified": "allow"}
+RING = {"size": 2, "method": "ring"}
 WAYS = {
     "ring": RING,
     "ulysses": RING | {"method": "ulysses"},
@@ -119,3 +118,9 @@ def case_of(class_name, model_type, asked, side, way):
 def test_loss_outputs_and_gradients_equal_those_of_one_process(workers, case):
     make, config, inputs, seen = case_of(*case)
     heads.check(workers, make, config, inputs, seen=seen)
+
+
+def test_every_type_that_start_up_lets_through_is_compared_here():
+    from ds_cp.patches.transformers import verified
+
+    assert verified.ENCODERS <= {model_type for _, model_type, *_ in HEADS}

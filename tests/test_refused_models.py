@@ -58,9 +58,10 @@ def sparse_decoder():
 
 
 def encoder_with_a_bias_of_all_pairs():
-    from transformers import UMT5Config, UMT5EncoderModel
+    from transformers import Pop2PianoConfig, Pop2PianoForConditionalGeneration
 
-    return UMT5EncoderModel(UMT5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
+    sizes = dict(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_decoder_layers=1, num_heads=2, vocab_size=16)
+    return Pop2PianoForConditionalGeneration(Pop2PianoConfig(**sizes))
 
 
 def decoder_that_rotates_by_length_inside_a_layer():

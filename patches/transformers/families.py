@@ -99,7 +99,9 @@ def t5(original: Callable, self: Any, hidden_states, mask=None, key_value_states
     return _by_bucket(self, owner, bucket, hidden_states, key_value_states, mask), owner, None
 
 
-def umt5(original: Callable, self: Any, hidden_states, encoder_hidden_states=None, cache=None, attention_mask=None, **kwargs):
+def umt5(
+    original: Callable, self: Any, hidden_states, encoder_hidden_states=None, cache=None, attention_mask=None, **kwargs
+):
     """UMT5Attention: each layer has a bias of its own."""
     if not isinstance(attention_mask, (MaskDescriptor, Foreign)):
         return original(hidden_states, encoder_hidden_states, cache, attention_mask, **kwargs)
@@ -118,9 +120,7 @@ def _by_bucket(self: Any, owner: Any, bucket: Callable, hidden: torch.Tensor, fo
     terms = ()
     if owner.has_relative_attention_bias:
         # asked of the module, so that ZeRO-3 gathers it; in each layer anew, so that any kind of checkpointing sees its use
-        table = owner.relative_attention_bias(
-            torch.arange(owner.relative_attention_num_buckets, device=query.device)
-        )
+        table = owner.relative_attention_bias(torch.arange(owner.relative_attention_num_buckets, device=query.device))
         terms = (Bucketed(table, bucket),)
     dropout = self.dropout if self.training else 0.0
     out, _ = attention_forward(self, query, key, value, mask, dropout, 1.0, terms=terms)

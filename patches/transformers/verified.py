@@ -3,10 +3,12 @@ backed by a test that builds what it names."""
 
 from __future__ import annotations
 
-ENCODERS = frozenset("t5 mt5 umt5".split())
-"""Compared in tests/test_other_heads.py and tests/test_relative_bias.py."""
+ENCODERS = frozenset(
+    "albert bert camembert distilbert electra ernie eurobert modernbert roberta t5 umt5 xlm-roberta xlm-roberta-xl".split()
+)
+"""Compared in tests/test_other_heads.py."""
 
-ENCODER_DECODERS = frozenset("t5 mt5 umt5".split())
+ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 umt5".split())
 """Compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
 
 VISION_LANGUAGE = frozenset("".split())

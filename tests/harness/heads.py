@@ -1,8 +1,8 @@
 """Models with any head beside one process: the same weights, the same batch, every output and every gradient."""
 
 import torch
-
 import transformers
+
 from ds_cp.cli.shrink import VOCAB, tiny_config
 from harness import models, oracle, subject
 
@@ -59,21 +59,27 @@ def _flat(out, prefix=""):
     return found
 
 
+def precision(checkpointing):
+    """The mode that keeps fp64 in transformers' code does not reach the backward pass, where layers run again."""
+    return torch.float64 if checkpointing is None else torch.float32
+
+
 def shared(make, config, inputs, checkpointing=None, seen=None):
     """The same on an attached model, on every rank."""
     import ds_cp
 
-    model = make()
+    model = make(dtype=precision(checkpointing))
     subject.enable_checkpointing(model, checkpointing)
     ds_cp.context_parallel(model, config)
-    with models.TransformersInDouble():
+    with subject.in_full_precision(precision(checkpointing)):
         return outputs(model, inputs, seen)
 
 
 def check(workers, make, config, inputs, checkpointing=None, seen=None, tolerance=1e-9):
     """`seen`: [rows, S] bool, where hidden states and logits per token mean something (no padding)."""
-    with models.TransformersInDouble():
-        loss, tensors, gradients = outputs(make(), inputs, seen)
+    tolerance = tolerance if checkpointing is None else 1e-5
+    with subject.in_full_precision(precision(checkpointing)):
+        loss, tensors, gradients = outputs(make(dtype=precision(checkpointing)), inputs, seen)
     assert oracle.total_norm(gradients) > 0
     ranks = workers(config["size"]).run(shared, make, config, inputs, checkpointing, seen)
     for got_loss, got, _ in ranks:
