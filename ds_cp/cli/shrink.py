@@ -64,6 +64,9 @@ DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 NESTED = ("text_config", "decoder", "llm_config", "language_config", "thinker_config", "attn_config", "ffn_config")
 
+TOWERS = ("vision_config", "audio_config")
+"""Parts that text does not use: less deep, as wide as they are."""
+
 # fmt: off
 SPECIAL: dict[str, dict[str, Any]] = {
     # what the general rules cannot know, by model type
@@ -71,7 +74,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": 16},
-    "gemma3n_text": {"intermediate_size": [96, 96], "num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"per_layer_config": {}},
     "nemotron": {"head_dim": HEAD_DIM},
     "dory": {
@@ -150,8 +153,10 @@ def _shrink_dict(small: dict[str, Any]) -> None:
     for name, value in list(small.items()):
         if isinstance(value, dict) and name in NESTED:
             _shrink_dict(value)
+        elif isinstance(value, dict) and name in TOWERS:
+            value.update({depth: LAYERS for depth in (*DEPTHS, "num_blocks") if isinstance(value.get(depth), int)})
         elif isinstance(value, list) and depth and len(value) == depth > len(kept):
-            small[name] = [value[i] for i in kept]
+            small[name] = [SIZES[name]] * len(kept) if name in SIZES else [value[i] for i in kept]
         elif isinstance(value, dict) and depth and value and all(str(key).isdigit() for key in value):
             small[name] = {}
         elif name in KEY_HEAD_NAMES and isinstance(value, int):

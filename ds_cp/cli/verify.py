@@ -134,6 +134,7 @@ def build(model: str, full: bool, task: Task) -> torch.nn.Module:
     """The real model, or a tiny one of the same kind with random weights; fp32, eager, in training mode."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     settings: dict[str, Any] = dict(attn_implementation="eager", dtype=torch.float32)
     auto_class = getattr(transformers, task.auto_class)

@@ -7,7 +7,7 @@ import inspect
 import re
 from functools import cache
 from types import CodeType
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -23,10 +23,14 @@ short convolutions, RG-LRU, RWKV, xLSTM."""
 
 
 def without_interface(decoder: torch.nn.Module) -> list[str]:
-    """Attention modules that compute attention by themselves, "layers.0.attn (SomeAttention)"; the outermost of nested ones."""
-    return _outermost(
-        decoder, lambda module: ATTENTION.search(type(module).__name__) and not _reaches_interface(module)
-    )
+    """Attention modules that compute attention by themselves, "layers.0.attn (SomeAttention)"; the innermost of nested ones."""
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in _own_modules(decoder)
+        if _is_attention(module)
+        and not _reaches_interface(module)
+        and not any(_is_attention(inner) for inner in module.modules() if inner is not module)
+    ]
 
 
 def recurrent(decoder: torch.nn.Module) -> list[str]:
@@ -37,6 +41,15 @@ def recurrent(decoder: torch.nn.Module) -> list[str]:
 def attends(decoder: torch.nn.Module) -> bool:
     """Whether any module reaches the interface at all."""
     return any(_reaches_interface(module) for _, module in _own_modules(decoder))
+
+
+def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
+    """The layers that a config says are of a kind: "layers.3 (SomeDecoderLayer)"."""
+    for name, module in _own_modules(decoder):
+        if isinstance(module, torch.nn.ModuleList) and len(module) == len(kinds):
+            indices = (index for index, other in enumerate(kinds) if other == kind)
+            return [f"{name}.{index} ({type(module[index]).__name__})" for index in indices]
+    return ["its layers"]
 
 
 def listed(names: list[str]) -> str:
@@ -63,6 +76,10 @@ def _own_modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
             models.append(name)
         else:
             yield name, module
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    return ATTENTION.search(type(module).__name__) is not None
 
 
 def _reaches_interface(module: torch.nn.Module) -> bool:

@@ -6,6 +6,7 @@ class does apart from its own softmax.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -88,6 +89,33 @@ def openai(original: Callable, self: Any, q, k, v, attention_mask=None, output_a
     return [out.transpose(1, 2)]
 
 
+def doge(original: Callable, self: Any, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
+    """DogeAttention: a learned bias per key and key head, which becomes one more head dim: q = (q, 1), k = (k, bias)."""
+    if _runs_alone(self, attention_mask):
+        return original(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+    seq_len = attention_mask.region.layout.seq_len
+    if seq_len > self.keep_window_size:
+        raise BatchError(
+            f"{type(self).__name__} keeps the {self.keep_window_size} keys of the largest bias (keep_window_size) in rows longer "
+            f"than that, and these have {seq_len} tokens: each rank would choose among its own. Use shorter rows."
+        )
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    query, key, value = (x.transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value))
+    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+    query, key = rotate(query, key, *position_embeddings)
+    bias = self.dt_proj(value.transpose(1, 2).flatten(2))  # [B, L, h]
+    bias = torch.exp(self.A * torch.nn.functional.softplus(bias)).transpose(-1, -2).unsqueeze(-1)
+    query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
+    key = torch.cat([key, bias.to(key.dtype) / self.scaling], dim=-1)
+    to_eight = (0, -query.size(-1) % 8)  # what the flash kernels want
+    query, key = (torch.nn.functional.pad(x, to_eight) for x in (query, key))
+    rate = self.attention_dropout if self.training else 0.0
+    out, _ = attention_forward(self, query, key, value, attention_mask, rate, self.scaling)
+    return self.o_proj(out.flatten(2)), None
+
+
 def _runs_alone(module: torch.nn.Module, mask: Any) -> bool:
     """Whether a layer is outside of any region.
 
@@ -127,6 +155,7 @@ FORWARDS: dict[str, Callable] = {
     "RemBertSelfAttention": bert,
     "BigBirdSelfAttention": bert,
     "RoFormerSelfAttention": bert,
+    "DogeAttention": doge,
 }
 METHODS: dict[str, tuple[str, Callable]] = {
     "GPTNeoXJapaneseAttention": ("_attn", gpt_neox_japanese),

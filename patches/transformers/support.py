@@ -138,7 +138,9 @@ def _heads(config: Any) -> list[tuple[int, int]]:
     sides = [getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")]
     if any(sides):
         return [(heads, heads) for heads in sides if heads]
-    query_heads = config.num_attention_heads
+    query_heads = getattr(config, "num_attention_heads", None)
+    if not query_heads:
+        return []
     if config.model_type == "falcon":
         return [(query_heads, 1 if config.multi_query and not config.new_decoder_architecture else query_heads)]
     return [(query_heads, getattr(config, "num_key_value_heads", None) or query_heads)]
@@ -213,7 +215,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"{layers.listed(alone)} compute attention without transformers' attention interface, so each rank would attend "
             "to its own shard only."
         )
-    if not recurrent and not alone and not layers.attends(decoder):
+    if not recurrent and not alone and not (layers.attends(decoder) and _heads(config)):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):
         yield (
@@ -221,7 +223,9 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             "token is another one. Build it with add_pooling_layer=False, and pool what it returns."
         )
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - HANDLED_LAYERS):
-        yield f'layers of kind "{kind}" mix tokens in a way that is not shared yet: each rank would mix its own shard only.'
+        if not recurrent:
+            named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
+            yield f'{named}, of kind "{kind}", mix tokens in a way that is not shared yet: each rank would mix its own shard only.'
     for name in rope.inside_layers(decoder):
         yield (
             f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "
