@@ -215,7 +215,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"{layers.listed(alone)} compute attention without transformers' attention interface, so each rank would attend "
             "to its own shard only."
         )
-    if not recurrent and not alone and not (layers.attends(decoder) and _heads(config)):
+    if not recurrent and not alone and not (layers.attends(decoder) and any(map(_heads, _layer_configs(config)))):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):
         yield (

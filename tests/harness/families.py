@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB, model_config, shrink
+from ds_cp.cli.shrink import VOCAB, model_config, tiny_config
 from harness.models import TransformersInDouble
 
 SECONDS = 50
@@ -44,14 +44,13 @@ def causal_lm_types():
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def build(model_type):
-    """A tiny model of the type, and the kinds of modules of the real one that it lacks."""
+def build(model_type, config=None):
+    """A tiny model of the type, with norms and biases that matter."""
     from transformers import AutoModelForCausalLM
 
-    real = model_config(model_type)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        shrink(real),
+        config or tiny_config(model_type),
         attn_implementation="eager",
         experts_implementation="eager",  # the grouped matmul knows no fp64
         dtype=torch.float32,
@@ -60,7 +59,7 @@ def build(model_type):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.train(), missing_kinds(real, model)
+    return model.train()
 
 
 def missing_kinds(config, tiny):
@@ -89,7 +88,8 @@ def outcome(model_type):
     if refusal:
         return refusal
     try:
-        model, missing = build(model_type)
+        model = build(model_type)
+        missing = missing_kinds(model_config(model_type), model)
         dense, packed = compare.causal_lm_batches(model, VOCAB)
         truths = {"dense": compare.truth(model, dense, in_double)}
     except Exception as error:  # not a fault of ds_cp: the tiny config does not build or run without it

@@ -1,0 +1,83 @@
+"""Positions that a model counts by itself: counted on the whole batch, whatever shard a rank holds."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+from ds_cp.cli import compare
+from ds_cp.cli.shrink import VOCAB, tiny_config
+from harness import families
+
+PAD = 0  # tiny_config's padding id
+
+
+def ids_with(*rows):
+    """Random ids [B, S] with `PAD` at the given places of each row."""
+    ids = torch.randint(5, VOCAB - 10, (len(rows), 23), generator=torch.Generator().manual_seed(2))
+    for row, places in zip(ids, rows):
+        row[list(places)] = PAD
+    return ids
+
+
+def dense(model, ids, shifted=True):
+    """Rows as they are, without a mask."""
+    return {"input_ids": ids, "labels": ids}, [
+        ({"input_ids": row, "labels": row}, row.size(1) - shifted) for row in ids.split(1)
+    ]
+
+
+def left_padded(model, lengths=(23, 9)):
+    """Rows of their own length behind padding, with the mask that says so."""
+    ids = ids_with(*[()] * len(lengths))
+    mask = torch.stack([(torch.arange(23) >= 23 - n).long() for n in lengths])
+    rows = [row[None, 23 - n :] for row, n in zip(ids, lengths)]
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[torch.arange(len(lengths)), [23 - n for n in lengths]] = -100  # nothing before it predicts it
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}, [
+        ({"input_ids": row, "labels": row}, row.size(1) - 1) for row in rows
+    ]
+
+
+def packed_rows(model, lengths=((9, 14), (4, 19)), shifted=False):
+    """Two rows that are packed differently."""
+    ids = ids_with((), ())
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    documents = [part[None] for row, sizes in zip(ids, lengths) for part in row.split(sizes)]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}, [
+        ({"input_ids": part, "labels": part}, part.size(1) - shifted) for part in documents
+    ]
+
+
+pads_inside = partial(dense, ids=ids_with((3, 4, 20), (0, 1, 2)))
+no_pads = partial(dense, ids=ids_with((), ()))
+CASES = [
+    ("roberta", {}, pads_inside),  # padding in the middle and in front does not count
+    ("xlm-roberta-xl", {}, pads_inside),
+    ("opt", {}, left_padded),  # the count of the mask
+    ("biogpt", {}, left_padded),
+    ("bart", {}, packed_rows),  # [L] only: rows that differ go in flat
+    ("blenderbot", {}, packed_rows),
+    ("trocr", {"use_learned_position_embeddings": False}, partial(dense, ids=ids_with((3,), ()), shifted=False)),
+    ("xglm", {"max_position_embeddings": 8}, no_pads),  # its table grows with the length it sees
+    ("roformer", {"rotary_value": True}, no_pads),
+]
+
+
+@pytest.mark.parametrize("model_type, overrides, make", CASES, ids=[case[0] for case in CASES])
+def test_a_rank_uses_the_positions_of_the_whole_batch(workers, model_type, overrides, make):
+    def compared():
+        import ds_cp
+
+        model = families.build(model_type, tiny_config(model_type, **overrides))
+        inputs, alone = make(model)
+        batch = compare.Batch("batch", inputs, tuple(alone))
+        truth = compare.truth(model, batch, families.in_double)
+        shared = copy.deepcopy(model)
+        ds_cp.context_parallel(shared, {"size": 2, "method": "ring", "unverified": "allow"})
+        loss, gradients = compare.shared(shared, batch)
+        return compare.errors(loss, gradients, truth).worst, truth.tolerance, families.shared_forwards(shared)
+
+    error, tolerance, shared_forwards = workers(2).run(compared)[0]
+    assert error <= tolerance and shared_forwards == 1
