@@ -41,9 +41,13 @@ def install() -> None:
     """Give all ranks of a group the same batches."""
     try:
         import accelerate.accelerator as module
+        from accelerate.data_loader import DataLoaderDispatcher
     except ImportError:
         return
     patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, "all ranks of a group read the same batches")
+    patches.replace(
+        DataLoaderDispatcher, "__init__", _dispatch_by_group, "all ranks of a group are sent the same batches"
+    )
     patches.replace(module.Accelerator, "gather_for_metrics", _one_per_group, "metrics count each group's samples once")
 
 
@@ -57,12 +61,45 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
             state = PartialState()
             num_processes = (state.num_processes if num_processes is None else num_processes) // size
             process_index = (state.process_index if process_index is None else process_index) // size
-            if kwargs.get("dispatch_batches") is None:
-                kwargs["dispatch_batches"] = False  # dispatching sends slices by world rank; here every rank reads
             _seed_workers_by(dataloader, process_index)
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
     return prepare_data_loader
+
+
+class _Groups:
+    """The state of a dispatcher: rank 0 of the world reads for as many receivers as there are groups."""
+
+    def __init__(self, state: Any, size: int):
+        self._state, self._size = state, size
+
+    @property
+    def num_processes(self) -> int:
+        return self._state.num_processes // self._size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def _dispatch_by_group(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        size = cp_size_of_accelerator()
+        if size == 1:
+            return
+        self.state, cut = _Groups(self.state, size), self.slice_fn
+
+        def slice_fn(batch, part, process_index=None, num_processes=None):
+            group = process_index // size
+            if part.start:  # this rank's part, by its rank in the world; what starts at 0 is equal for all, or rank 0's
+                length = part.stop - part.start
+                part = slice(group * length, (group + 1) * length)
+            return cut(batch, part, process_index=group, num_processes=num_processes)
+
+        self.slice_fn = slice_fn
+
+    return __init__
 
 
 def _one_per_group(original: Callable) -> Callable:

@@ -9,7 +9,7 @@ import torch
 
 from harness import engine, models
 from harness.models import ModelSpec
-from harness.training import ROWS, Rows, arguments, json_for, pad_right
+from harness.training import ROWS, Rows, arguments, assert_same_training, json_for, pad_right, trained
 
 LLAMA = ModelSpec("llama")
 
@@ -22,29 +22,6 @@ class RandomPadder:
         hidden = torch.rand(batch["labels"].shape) < 0.2
         batch["labels"] = batch["labels"].masked_fill(hidden, -100)
         return batch
-
-
-def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, **more):
-    """Train; what was logged, the state, and the weights."""
-    from transformers import Trainer
-
-    engine.activate()
-    model = models.build(spec)  # before the arguments: afterwards zero.Init would shard it while it is made
-    args = arguments(folder, ds_config, **more)
-    trainer = Trainer(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(), data_collator=collator)
-    trainer.train(resume_from_checkpoint=resume)
-    logs = [
-        {k: log.get(k) for k in ("loss", "grad_norm", "step")} for log in trainer.state.log_history if "loss" in log
-    ]
-    weights = engine.full_weights(trainer.model_wrapped.module if ds_config else trainer.model)
-    return {
-        "logs": logs,
-        "tokens": trainer.state.num_input_tokens_seen,
-        "epoch": trainer.state.epoch,
-        "total_batch": trainer.get_total_train_batch_size(args),
-        "weights": weights,
-        "eval_loss": trainer.evaluate()["eval_loss"],
-    }
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +39,6 @@ def plain(workers, folder, ranks, **more):
     if name not in _plain:
         _plain[name] = workers(ranks).run(trained, folder, json_for(None, 1), **more)[0]
     return _plain[name]
-
-
-def assert_same_training(got, want):
-    for name in ("epoch", "tokens", "total_batch"):
-        assert got[name] == want[name], name
-    assert len(got["logs"]) == len(want["logs"])
-    for one, other in zip(got["logs"], want["logs"]):
-        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
-    for name, weight in want["weights"].items():
-        assert (got["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
-    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
 
 
 CASES = [

@@ -6,6 +6,8 @@ import functools
 import math
 from typing import Any, Callable
 
+import torch
+
 from ds_cp import patches
 from ds_cp.patches import rollouts
 from ds_cp.patches.deepspeed import active
@@ -49,6 +51,7 @@ def _install_trainer() -> None:
     from transformers import Trainer, trainer
 
     patches.replace(Trainer, "get_tp_size", _ranks_per_batch, "batch sizes and loss count each group once")
+    patches.replace(Trainer, "_get_num_items_in_batch", _local_count, "a count of one rank holds no batch twice")
     patches.replace(
         Trainer, "_track_num_input_tokens", _counted_once("num_input_tokens_seen"), "counts each group once"
     )
@@ -80,6 +83,18 @@ def _ranks_per_batch(original: Callable) -> Callable:
         return original(self) * _size(self)
 
     return get_tp_size
+
+
+def _local_count(original: Callable) -> Callable:
+    """Trainer divides by the ranks that see one batch also where it did not sum over the world."""
+
+    @functools.wraps(original)
+    def _get_num_items_in_batch(self, *args, **kwargs):
+        count = original(self, *args, **kwargs)
+        is_sum = self.args.average_tokens_across_devices and self.args.world_size > 1
+        return count if is_sum or not torch.is_tensor(count) else count * _size(self)
+
+    return _get_num_items_in_batch
 
 
 def _counted_once(counter: str) -> Callable:

@@ -1,8 +1,12 @@
 """Trainer runs for tests: small data sets, arguments, and configs as users write them."""
 
+import pytest
 import torch
 
-from harness import models
+from harness import engine, models
+from harness.models import ModelSpec
+
+LLAMA = ModelSpec("llama")
 
 ROWS = 12
 
@@ -17,6 +21,8 @@ class Rows(torch.utils.data.Dataset):
         return self.size
 
     def __getitem__(self, index):
+        if index >= self.size:
+            raise IndexError(index)  # ends a loop over the rows
         generator = torch.Generator().manual_seed(index)
         return torch.randint(1, models.VOCAB, (9 + 5 * (index % 4),), generator=generator)
 
@@ -52,3 +58,52 @@ def json_for(cp, stage, **more):
         "steps_per_print": 10**6,
     }
     return config | ({"context_parallel": cp} if cp else {}) | more
+
+
+def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, data=None, loss=None, **more):
+    """Train; what was logged, the state, and the weights.
+
+    Args:
+        data: the rows to train on; default: :class:`Rows`.
+        loss: the Trainer's ``compute_loss_func``.
+        more: of the arguments.
+    """
+    from transformers import Trainer
+
+    engine.activate()
+    model = models.build(spec)  # before the arguments: afterwards zero.Init would shard it while it is made
+    args = arguments(folder, ds_config, **more)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Rows() if data is None else data, eval_dataset=type(data)(ROWS) if isinstance(data, Rows) else Rows(),
+        data_collator=collator,
+        compute_loss_func=loss,
+    )  # fmt: skip
+    figures = trainer.train(resume_from_checkpoint=resume).metrics
+    names = ("loss", "grad_norm", "step", "learning_rate")
+    logs = [{k: log.get(k) for k in names} for log in trainer.state.log_history if "loss" in log]
+    weights = engine.full_weights(trainer.model_wrapped.module if ds_config else trainer.model)
+    return {
+        "logs": logs,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "epoch": trainer.state.epoch,
+        "flos": trainer.state.total_flos,
+        **{
+            name: round(figures[f"train_{name}_per_second"] * figures["train_runtime"]) for name in ("samples", "steps")
+        },
+        "total_batch": trainer.get_total_train_batch_size(args),
+        "weights": weights,
+        "eval_loss": trainer.evaluate()["eval_loss"],
+    }
+
+
+def assert_same_training(got, want):
+    for name in ("epoch", "tokens", "total_batch", "steps"):
+        assert got[name] == want[name], name
+    assert got["samples"] == pytest.approx(want["samples"], rel=0.02)  # a rate with three digits
+    assert [log["learning_rate"] for log in got["logs"]] == [log["learning_rate"] for log in want["logs"]]
+    for one, other in zip(got["logs"], want["logs"]):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+    for name, weight in want["weights"].items():
+        assert (got["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)

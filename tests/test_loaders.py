@@ -1,0 +1,94 @@
+"""Data loaders, samplers and losses of the Trainer under the key: steps, losses and weights equal a run without it."""
+
+import pytest
+import torch
+
+from harness.training import Rows, assert_same_training, json_for, pad_right, trained
+
+RING, ULYSSES = {"size": 2, "method": "ring"}, {"size": 2, "method": "ulysses"}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that come one after the other, without a length."""
+
+    def __init__(self, rows):
+        self.rows = Rows(rows)
+
+    def __iter__(self):
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+class Dicts(Rows):
+    """Rows as samplers by length and flattening collators want them."""
+
+    def __getitem__(self, index):
+        return {"input_ids": super().__getitem__(index).tolist()}
+
+
+def pad_to_24(rows):
+    """What is dispatched is concatenated, so all batches have one length."""
+    return pad_right([torch.nn.functional.pad(row, (0, 24 - len(row))) for row in rows])
+
+
+def pad_dicts(rows):
+    return pad_right([torch.tensor(row["input_ids"]) for row in rows])
+
+
+def flatten(rows):
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()(rows)
+
+
+def mean_of_rows(outputs, labels, num_items_in_batch=None):
+    """A loss of the user's own: from the logits of the whole sequence."""
+    logits = outputs["logits"][:, :-1].float()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return 0.5 * losses / num_items_in_batch
+
+
+def by_length(strategy, rows, **more):
+    return (
+        dict(per_device_eval_batch_size=2, data=Dicts(rows), collator=pad_dicts, train_sampling_strategy=strategy)
+        | more
+    )
+
+
+CASES = {
+    # name: (ranks, key, stage, arguments)
+    "stream": (4, RING, 2, dict(data=Stream(40), collator=pad_to_24, gradient_accumulation_steps=2)),
+    "stream, every rank reads": (4, ULYSSES, 2, dict(
+        data=Stream(11), max_steps=4, accelerator_config={"dispatch_batches": False})),
+    "stream, split batches": (4, RING, 1, dict(
+        data=Stream(40), collator=pad_to_24, per_device_train_batch_size=2, accelerator_config={"split_batches": True})),
+    "dispatched": (2, RING, 2, dict(collator=pad_to_24, accelerator_config={"dispatch_batches": True})),
+    "dispatched to groups": (4, RING, 3, dict(collator=pad_to_24, accelerator_config={"dispatch_batches": True})),
+    "grouped by length": (4, RING, 2, by_length(
+        "group_by_length", 30, per_device_train_batch_size=1, gradient_accumulation_steps=8, dataloader_drop_last=True)),
+    "balanced by length": (4, ULYSSES, 3, by_length("batch_rebalance", 24, gradient_accumulation_steps=2)),
+    "uneven epochs": (4, RING, 2, dict(
+        data=Rows(11), num_train_epochs=2, max_steps=-1, lr_scheduler_type="linear", warmup_steps=1,
+        train_sampling_strategy="sequential", average_tokens_across_devices=False)),
+    "loss of the user": (4, RING, 2, dict(loss=mean_of_rows, gradient_accumulation_steps=2)),
+    "smoothed": (4, ULYSSES, 2, dict(label_smoothing_factor=0.2, gradient_accumulation_steps=3)),
+    "flattened": (2, RING, 2, dict(data=Dicts(), collator=flatten, auto_find_batch_size=True,
+        include_num_input_tokens_seen="all")),
+    "compiled": (2, ULYSSES, 2, dict(torch_compile=True, torch_compile_backend="eager")),
+}  # fmt: skip
+
+
+SLOW = ("stream, split batches", "dispatched", "compiled")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_training_equals_a_run_without_the_key(workers, tmp_path, name):
+    ranks, cp, stage, more = CASES[name]
+    want = workers(ranks // 2, timeout=110).run(trained, tmp_path, json_for(None, stage), **more)[0]
+    for got in workers(ranks, timeout=110).run(trained, tmp_path, json_for(cp, stage), **more):
+        assert_same_training(got, want)
+        assert got["flos"] == want["flos"]
+
+
+def test_neftune_is_refused_where_its_noise_would_see_a_shard(workers, tmp_path):
+    workers(2).run_expecting_error(trained, "NEFTune .*Leave neftune_noise_alpha out", tmp_path, json_for(RING, 2),
+                                   neftune_noise_alpha=5)  # fmt: skip
