@@ -80,6 +80,10 @@ class Group:
     ) -> "Pending":
         """Start point-to-point messages; both sides must list the same messages in the same order.
 
+        On CUDA they run beside the kernels that the caller launches next: torch puts a batch of messages on NCCL's own
+        stream, behind what the current stream has queued so far, and :meth:`Pending.wait` makes the current stream, not
+        the host, wait for them. Nobody else needs a stream.
+
         Args:
             sends: (index in the group, contiguous tensor).
             receives: (index in the group, contiguous buffer).

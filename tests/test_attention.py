@@ -5,12 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_cp.attention import in_process
+from ds_cp.attention import in_process, kernels
 from ds_cp.attention.merge import merge
+from ds_cp.attention.score import Score
+from ds_cp.attention.sums import plan
 from ds_cp.attention.ulysses import HeadSplit, Ulysses
+from ds_cp.documents import Documents
 from ds_cp.layout import Layout
+from ds_cp.mask import schedule
 from ds_cp.rules import CAUSAL, OPEN, Band
-from harness.attention import assert_equal, inputs, one_process, shared_attention
+from harness.attention import assert_equal, inputs, one_process, positions_of, shared_attention
 
 RULES = {
     "causal": CAUSAL,
@@ -168,3 +172,64 @@ def test_heads_travel_to_their_rank_and_back(query_heads, key_heads, ranks):
         assert calls["forward"] == 2, "one message each way"
         first_q, first_k = first_q + split.query[u], first_k + split.key[u]
     assert (first_q, first_k) == (query_heads, key_heads * split.repeat)
+
+
+@pytest.fixture
+def memory_of_nobody_is_nan():
+    """New tensors that nobody has filled hold NaN instead of whatever was there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+GAPS = {
+    "some queries see no key": Band(OPEN, -3),
+    "some keys are seen by no query": Band(1 << 20, -30),
+    "tiles overlap in part": Band(9, 4),
+    "one tile is everything": Band(OPEN, OPEN),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("rule", GAPS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_not_written_first_is_filled(ranks, rule, kernel, memory_of_nobody_is_nan):
+    """With sinks, so that a query without keys has an output: 0."""
+    assert torch.empty(3).isnan().all()
+    tensors, sinks = inputs(2, 4, 2, 37, 8, 8), torch.randn(4, dtype=torch.float64)
+    documents, rule = [[17, 1, 19], [37]], GAPS[rule]
+    score = Score(0.3, sinks=sinks)
+    got, _ = shared_attention(*tensors, documents, rule, Layout(37, ranks, 1, "zigzag"), kernel, score=score)
+    assert_equal(got, one_process(*tensors, documents, rule, sinks=sinks), 1e-10)
+
+
+CPU = torch.device("cpu")
+
+
+def planned(lengths, ranks, rank, kernel="torch"):
+    steps = schedule(
+        Documents.find(1, sum(lengths), positions_of([lengths])).segments(CAUSAL),
+        Layout(sum(lengths), ranks, 1, "contiguous"),
+        rank,
+    )
+    found = plan(steps, kernels.make(kernel), CPU, 1)
+    assert plan(steps, kernels.make(kernel), CPU, 1) is found, "made once per schedule"
+    return found
+
+
+def test_documents_of_one_length_are_one_call_that_is_never_added_up():
+    found = planned([8, 8, 8, 8], 2, 1)
+    assert [len(step) for step in found.pieces] == [1, 0]
+    assert found.pieces[0][0].work.times == 2
+    assert found.queries.alone and found.keys[0].alone
+
+
+def test_rows_are_written_by_who_comes_first_and_added_to_by_the_rest():
+    """Rank 1 of 2 holds positions 8-15; the document 4-11 needs four rows of rank 0."""
+    own, arrived = planned([4, 8, 4], 2, 1).pieces
+    assert [(piece.q.index[2], piece.q.first, piece.k.first) for piece in own] == [(slice(0, 8), True, True)]
+    assert [(piece.q.index[2], piece.q.first, piece.k.first) for piece in arrived] == [(slice(0, 4), False, True)]
+    coverage = planned([4, 8, 4], 2, 1)
+    assert not coverage.queries.gaps and not coverage.queries.alone
+    assert coverage.keys[0].alone and coverage.keys[1].alone
+    assert not planned([4, 8, 4], 2, 0).keys[0].alone, "their gradients come home from rank 1"
