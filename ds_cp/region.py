@@ -41,6 +41,7 @@ class Region:
         layout: which token is where.
         documents: which tokens belong together.
         whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
+        mask: what the model made for all layers before its decoder ran.
         foreign: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
         last_position: the largest position of the whole batch, a tensor without dims.
         attended: the attention modules that came through here, by id: their order.
@@ -52,6 +53,7 @@ class Region:
     layout: Layout
     documents: Documents
     whole_mask: torch.Tensor | None = None
+    mask: "MaskDescriptor | None" = None
     foreign: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)

@@ -183,7 +183,9 @@ def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -
     mask = local.get("attention_mask")
     if type(mask) is dict and region.whole_mask is not None:
         mask = {name: masks.describe(None, region, seq_len, seq_len) for name in mask}
-    if type(mask) is not dict and not isinstance(mask, MaskDescriptor):
+    if isinstance(mask, MaskDescriptor):
+        region.mask = mask  # the decoder asks for masks of its own, and gets this one
+    if type(mask) is not dict:
         # All ones: the region knows the padding, and local positions must not be searched for documents.
         mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     return local | {"attention_mask": mask} | _visual(region, given) | _foreign(region, given)

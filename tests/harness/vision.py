@@ -1,0 +1,122 @@
+"""Tiny vision-language models with random weights, and batches whose images straddle the borders of shards."""
+
+import torch
+import transformers
+
+from harness import heads, models
+
+IMAGE, VIDEO, START, END = 120, 121, 122, 123
+LENGTH = 45
+TEXT = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, vocab_size=128,
+    max_position_embeddings=256, initializer_range=0.15, attention_dropout=0.0, pad_token_id=0, bos_token_id=None,
+    eos_token_id=None,
+)  # fmt: skip
+WINDOWED = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+TOWER = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4,
+    initializer_range=0.15, attention_dropout=0.0,
+)  # fmt: skip
+QWEN_TOWER = dict(
+    depth=2, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4, spatial_merge_size=2, temporal_patch_size=2,
+    in_channels=3, out_hidden_size=64, initializer_range=0.15, hidden_act="silu",
+)  # fmt: skip
+TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+
+
+def text(model_type, **more):
+    return dict(model_type=model_type) | TEXT | more
+
+
+def tower(model_type, **more):
+    return dict(model_type=model_type) | TOWER | more
+
+
+CONFIGS = {
+    "llava": ("LlavaForConditionalGeneration", dict(
+        text_config=text("llama", head_dim=8), vision_config=tower("clip_vision_model"), image_token_index=IMAGE,
+        image_seq_length=16,
+    )),
+    "mistral3": ("Mistral3ForConditionalGeneration", dict(
+        text_config=text("mistral", head_dim=8, sliding_window=None), image_token_index=IMAGE, spatial_merge_size=1,
+        vision_config=tower("pixtral", head_dim=8), vision_feature_layer=-1,
+    )),
+    "internvl": ("InternVLForConditionalGeneration", dict(
+        text_config=text("qwen2"), image_token_id=IMAGE, image_seq_length=4,
+        vision_config=tower("internvl_vision", image_size=[16, 16], patch_size=[4, 4], hidden_dropout_prob=0.0),
+    )),
+    "gemma3": ("Gemma3ForConditionalGeneration", dict(
+        text_config=text("gemma3_text", head_dim=8, query_pre_attn_scalar=20, **WINDOWED), mm_tokens_per_image=16,
+        vision_config=tower("siglip_vision_model"), image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
+    )),
+    "paligemma": ("PaliGemmaForConditionalGeneration", dict(
+        text_config=text("gemma", head_dim=8), vision_config=tower("siglip_vision_model", projection_dim=64),
+        image_token_index=IMAGE, projection_dim=64,
+    )),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", dict(
+        text_config=text("qwen2_vl_text", rope_parameters=MROPE, use_sliding_window=False), **TOKENS,
+        vision_config=dict(depth=2, embed_dim=32, num_heads=4, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
+                           temporal_patch_size=2, in_channels=3, hidden_size=64, initializer_range=0.15),
+    )),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", dict(
+        text_config=text("qwen2_5_vl_text", rope_parameters=MROPE, use_sliding_window=False), **TOKENS,
+        vision_config=QWEN_TOWER | dict(window_size=16, fullatt_block_indexes=[1]),
+    )),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", dict(
+        text_config=text("qwen3_vl_text", head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True)), **TOKENS,
+        vision_config=QWEN_TOWER | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
+    )),
+}  # fmt: skip
+TEXT_TYPES = {name: config["text_config"]["model_type"] for name, (_, config) in CONFIGS.items()}
+
+
+def build(name, dtype=torch.float64, attention="eager"):
+    class_name, sizes = CONFIGS[name]
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[name](**sizes)
+    model = getattr(transformers, class_name)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    models._make_every_parameter_matter(model)
+    return model.to(dtype).train()
+
+
+def batch(name, kind="images"):
+    """`kind`: "images", "padded", "text", "packed"."""
+    ids = heads.tokens(length=LENGTH)
+    rows = 1 if kind == "packed" else 2
+    ids = ids[:rows]
+    spans = [] if kind == "text" else [(0, 5), (0, 24), (rows - 1, 26)][: rows + 1]
+    image_tokens = {"internvl": [4, 4, 4], "qwen2_vl": [8, 4, 16], "qwen2_5_vl": [8, 4, 16], "qwen3_vl": [8, 4, 16]}
+    counts = image_tokens.get(name, [16, 16, 16])[: len(spans)]
+    for (row, start), count in zip(spans, counts):
+        ids[row, start - 1], ids[row, start + count] = START, END
+        ids[row, start : start + count] = IMAGE
+    inputs = {"input_ids": ids, "labels": ids.masked_fill(ids >= IMAGE, -100)}
+    if kind == "padded":
+        inputs["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 2]])).long()
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    if kind == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(23), torch.arange(LENGTH - 23)])[None]
+        inputs["labels"][:, 23] = -100
+    if name in ("gemma3", "paligemma"):
+        inputs["token_type_ids"] = (ids == IMAGE).long()
+    if name == "paligemma":  # 1 is what shall be learnt; what comes before sees both ways
+        inputs["token_type_ids"] = (torch.arange(LENGTH) >= LENGTH - 9).long().expand(rows, -1)
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["token_type_ids"] == 0, -100)
+    return inputs | _pixels(name, spans, ids)
+
+
+def _pixels(name, spans, ids):
+    generator = torch.Generator().manual_seed(3)
+    if name.startswith("qwen"):
+        inputs = {"mm_token_type_ids": (ids == IMAGE).int()}
+        if not spans:
+            return inputs
+        grid = torch.tensor([[1, 4, 8], [1, 4, 4], [1, 8, 8]])[: len(spans)]
+        patches = int(grid.prod(-1).sum())
+        pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+        return inputs | {"pixel_values": pixels, "image_grid_thw": grid}
+    if not spans:
+        return {}
+    inputs = {"pixel_values": torch.randn(len(spans), 3, 16, 16, generator=generator, dtype=torch.float64)}
+    return inputs | ({"image_sizes": torch.tensor([[16, 16]] * len(spans))} if name == "mistral3" else {})

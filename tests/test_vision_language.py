@@ -1,0 +1,116 @@
+"""Models with images: spans of image tokens cross the borders of shards, towers train, masks are made before the decoder."""
+
+import pytest
+import torch
+
+from harness import heads, models, oracle, vision
+
+RING = {"size": 2, "method": "ring"}
+WAYS = {
+    "ring": RING,
+    "ulysses": RING | {"method": "ulysses"},
+    "contiguous": RING | {"layout": "contiguous"},
+    "hybrid": RING | {"size": 4, "method": "hybrid", "ulysses_size": 2},
+}
+CASES = [
+    (name, kind, way) for name in vision.CONFIGS for kind, way in [("images", "ring"), ("padded", "contiguous")]
+] + [
+    ("llava", "text", "ring"),
+    ("llava", "packed", "ulysses"),
+    ("gemma3", "images", "hybrid"),
+    ("gemma3", "text", "ulysses"),
+    ("paligemma", "images", "ulysses"),
+    ("qwen2_5_vl", "images", "hybrid"),
+    ("qwen3_vl", "images", "hybrid"),
+    ("qwen3_vl", "text", "ring"),
+]
+
+
+def check(workers, name, kind, way, checkpointing=None):
+    inputs = vision.batch(name, kind)
+    seen = inputs["attention_mask"].bool() if kind == "padded" else None
+    if kind == "packed":
+        inputs["use_cache"] = False  # with a cache one process packs nothing
+
+    def make(dtype=torch.float64):
+        return vision.build(name, dtype)
+
+    if checkpointing:
+        inputs = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
+    heads.check(workers, make, WAYS[way], inputs, checkpointing, seen=seen, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("name, kind, way", CASES)
+def test_loss_outputs_and_gradients_equal_those_of_one_process(workers, name, kind, way):
+    check(workers, name, kind, way)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_gradient_checkpointing_changes_nothing(workers, name):
+    check(workers, name, "images", "ring", "non-reentrant")
+
+
+def test_packed_documents_with_images_equal_each_document_alone(workers):
+    """One process that is given the packed row looks images up by their index inside of the document (transformers 5.24),
+    so it is no oracle here."""
+    packed = vision.batch("gemma3", "packed") | {"use_cache": False}
+    make = lambda dtype=torch.float64: vision.build("gemma3", dtype)  # noqa: E731
+    model, losses, cut = make(), [], 23
+    with models.TransformersInDouble():
+        for image, part in enumerate((slice(0, cut), slice(cut, None))):
+            names = ("input_ids", "labels", "token_type_ids")
+            alone = {name: packed[name][:, part] for name in names} | {
+                "pixel_values": packed["pixel_values"][image][None]
+            }
+            tokens = int((alone["labels"][:, 1:] != -100).sum())
+            losses.append((model(**alone).loss * tokens, tokens))
+        loss = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+        loss.backward()
+    ranks = workers(2).run(heads.shared, make, RING, packed)
+    for got, *_ in ranks:
+        oracle.assert_close_loss(got, loss.item(), 1e-8)
+    oracle.assert_close_gradients(oracle.mean_over_ranks([rank[2] for rank in ranks]), oracle.gradients_of(model), 1e-7)
+
+
+def generated(name, config):
+    """Greedy tokens and scores from a prompt with images, and the logits of a call with a cache."""
+    model = vision.build(name, torch.float32).eval()
+    if config:
+        import ds_cp
+
+        ds_cp.context_parallel(model, config)
+    given = {n: v.float() if v.is_floating_point() else v for n, v in vision.batch(name).items() if n != "labels"}
+    settings = dict(
+        max_new_tokens=5, min_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    with torch.no_grad():
+        out = model.generate(**given, **settings)
+        return out.sequences, torch.stack(out.logits), model(**given, use_cache=True).logits
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", "qwen3_vl"])
+def test_generation_gives_the_same_tokens(workers, name):
+    want = workers(1).run(generated, name, None)[0]
+    for got in workers(2).run(generated, name, RING):
+        assert torch.equal(got[0], want[0])
+        for mine, theirs in zip(got[1:], want[1:]):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def implementations(name):
+    import ds_cp
+
+    model = ds_cp.context_parallel(vision.build(name), RING)
+    towers = [module.config for key, module in model.named_modules() if "vis" in key and hasattr(module, "config")]
+    return {config._attn_implementation for config in towers}, {model.get_decoder().config._attn_implementation}
+
+
+@pytest.mark.parametrize("name", vision.CONFIGS)
+def test_towers_keep_their_attention(workers, name):
+    assert workers(2).run(implementations, name) == [({"eager"}, {"ds_cp"})] * 2
+
+
+def test_every_type_that_start_up_lets_through_is_compared_here():
+    from ds_cp.patches.transformers import verified
+
+    assert verified.VISION_LANGUAGE <= {name for name, *_ in CASES} | set(vision.TEXT_TYPES.values())
