@@ -42,8 +42,12 @@ def install() -> None:
     try:
         import accelerate.accelerator as module
         from accelerate.data_loader import DataLoaderDispatcher
+        from accelerate.parallelism_config import ParallelismConfig
     except ImportError:
         return
+    patches.replace(
+        ParallelismConfig, "get_device_mesh", _one_way_only, "two ways to share a sequence exclude each other"
+    )
     patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, "all ranks of a group read the same batches")
     patches.replace(
         DataLoaderDispatcher, "__init__", _dispatch_by_group, "all ranks of a group are sent the same batches"
@@ -65,6 +69,23 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
     return prepare_data_loader
+
+
+def _one_way_only(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_device_mesh(self, *args, **kwargs):
+        size = cp_size_of_accelerator()
+        given = {name: getattr(self, name) for name in ("cp_size", "sp_size", "tp_size") if getattr(self, name) > 1}
+        if size > 1 and given:
+            listed = " and ".join(f"{name} = {value}" for name, value in given.items())
+            raise key.ConfigError(
+                f'"context_parallel" (size {size}) in the DeepSpeed config and {listed} in accelerate\'s ParallelismConfig both '
+                "share the work of one batch: the sequence would be cut twice, or batches sent to the wrong ranks. Leave one "
+                "of the two out (the settings PARALLELISM_CONFIG_* of the environment count too). Nothing was started."
+            )
+        return original(self, *args, **kwargs)
+
+    return get_device_mesh
 
 
 class _Groups:

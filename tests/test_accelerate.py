@@ -1,0 +1,150 @@
+"""Loops of one's own with accelerate under the key, its launcher, and its other ways of sharing a sequence."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import engine, models, training
+from harness.models import ModelSpec
+from harness.training import Rows, pad_right
+
+LLAMA = ModelSpec("llama")
+SAMPLES = 11
+
+
+def config_for(key, stage=2):
+    return training.json_for(key, stage, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
+
+
+def accelerator_for(ds_config):
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.utils import set_seed
+
+    engine.activate()
+    PartialState(cpu=True)
+    set_seed(3)
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config), gradient_accumulation_steps=2)
+
+
+def loop(folder, ds_config):
+    """Two epochs with accumulation; the second is run again from the state that was saved between them."""
+    from accelerate.utils import DummyOptim
+    from torch.utils.data import DataLoader
+
+    accelerator, model = accelerator_for(ds_config), models.build(LLAMA)
+    loader = DataLoader(Rows(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
+    held_out = DataLoader(Rows(SAMPLES), batch_size=2, collate_fn=pad_right)
+    model, optimizer, loader, held_out = accelerator.prepare(model, DummyOptim(model.parameters()), loader, held_out)
+
+    def epoch():
+        losses = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+        return losses
+
+    first = epoch()
+    accelerator.save_state(str(folder / "state"))
+    order = loader.synchronized_generator.get_state() if loader.synchronized_generator else None
+    second, weights = epoch(), engine.full_weights(model.module)
+    accelerator.load_state(str(folder / "state"))
+    if order is not None:
+        loader.synchronized_generator.set_state(order)
+    again = engine.full_weights(model.module)
+    model.eval()
+    seen = [accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist() for batch in held_out]
+    names = accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)
+    total = accelerator.reduce(torch.ones(()), "mean").item()
+    return {"losses": first + second, "seen": sum(seen, []), "names": len(names), "mean": total}, weights, again
+
+
+def test_a_loop_with_accumulation_metrics_and_saved_state_equals_a_run_without_the_key(workers, tmp_path):
+    want, want_weights, want_again = workers(2, timeout=110).run(loop, tmp_path, config_for(None))[0]
+    assert len(want["seen"]) == SAMPLES
+    for got, weights, again in workers(4, timeout=110).run(loop, tmp_path, config_for({"size": 2, "method": "ring"})):
+        assert got["losses"] == pytest.approx(want["losses"], rel=2e-5)
+        assert {k: v for k, v in got.items() if k != "losses"} == {k: v for k, v in want.items() if k != "losses"}
+        for name in weights:
+            assert (weights[name] - want_weights[name]).norm() <= 1e-5 * want_weights[name].norm(), name
+            assert (again[name] - want_again[name]).norm() <= 1e-5 * want_again[name].norm(), name
+
+
+TWO_WAYS = {
+    "cp_size": (lambda: dict(cp_size=2), {}),
+    "sp_size": (lambda: dict(sp_size=2, sp_backend="deepspeed"), {}),
+    "environment": (None, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}),
+}
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_a_second_way_of_sharing_sequences_is_refused_by_name(workers, way):
+    def both():
+        from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+        from accelerate.parallelism_config import ParallelismConfig
+
+        engine.activate()
+        PartialState(cpu=True)
+        make, environment = TWO_WAYS[way]
+        os.environ.update(environment)
+        plugin = DeepSpeedPlugin(hf_ds_config=config_for({"size": 2}))
+        Accelerator(deepspeed_plugin=plugin, parallelism_config=ParallelismConfig(**make()) if make else None)
+
+    sentence = r'"context_parallel" \(size 2\) in the DeepSpeed config and [cs]p_size = 2 in accelerate.*Leave one'
+    workers(2).run_expecting_error(both, sentence)
+
+
+SCRIPT = """
+    import torch, json, os, sys
+    from accelerate import Accelerator
+    from accelerate.utils import DummyOptim
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64,
+                                         num_attention_heads=4, num_key_value_heads=4))
+    accelerator = Accelerator()
+    data = torch.utils.data.DataLoader(torch.arange(64).repeat(4, 1), batch_size=1)
+    model, optimizer, data = accelerator.prepare(model, DummyOptim(model.parameters()), data)
+    losses = []
+    for ids in data:
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+        json.dump([losses, model.module.config._attn_implementation], file)
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launch_shares_the_sequences(tmp_path):
+    """The real launcher in real processes: the entry point activates ds_cp, the config comes by its path."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+
+    def launch(key):
+        config = training.json_for(key, 1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        world = 2 if key else 1
+        command = [
+            Path(sys.executable).with_name("accelerate"), "launch", "--use_deepspeed", f"--num_processes={world}",
+            f"--deepspeed_config_file={tmp_path / 'ds.json'}", tmp_path / "train.py", tmp_path / "rank",
+        ]  # fmt: skip
+        subprocess.run(
+            list(map(str, command)), check=True, timeout=170, env=os.environ | {"ACCELERATE_USE_CPU": "true"}
+        )
+        return [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(world)]
+
+    (want, _), *_ = launch(None)
+    for losses, attention in launch({"size": 2}):
+        assert attention == "ds_cp"
+        assert losses == pytest.approx(want, rel=1e-5)
