@@ -162,6 +162,10 @@ class MaskDescriptor:
         """Itself: mpt casts its mask."""
         return self
 
+    def __getitem__(self, index: object) -> "MaskDescriptor":
+        """Itself: DeepSeek's indexer takes the mask of one head."""
+        return self
+
 
 @dataclass(eq=False)
 class HeadCall:

@@ -17,7 +17,8 @@ from transformers.modeling_utils import AttentionInterface
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
-from ds_cp.patches.transformers import masks
+from ds_cp.attention.selected import Selected
+from ds_cp.patches.transformers import indexed, masks
 from ds_cp.region import MaskDescriptor, current, current_head, is_running
 
 NAME = "ds_cp"
@@ -84,12 +85,16 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     terms: tuple[Term, ...] = (),
     query_scale: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: q [B, H, L, d], k and v [B, h, L, d] to [B, L, H, dv].
 
-    ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only.
+    ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only. ``indices`` [B, L, n] are the keys
+    that each query may see (DeepSeek's sparse attention), of the whole sequence inside a region.
     """
+    if indices is not None and not isinstance(attention_mask, MaskDescriptor):
+        attention_mask = indexed.hide(attention_mask, indices, query, key)
     if isinstance(attention_mask, masks.Foreign):
         seen, kwargs = attention_mask.mask, kwargs | {"is_causal": False}
         return _unshared(module, query, key, value, seen, dropout, scaling, softcap=softcap, s_aux=s_aux, **kwargs)
@@ -115,6 +120,8 @@ def attention_forward(
             "scores would silently miss it. This model cannot be shared exactly; take the key out for it."
         )
     region = attention_mask.region
+    if indices is not None:
+        terms = (*terms, Selected.by_this_rank(region, indices))
     layer = region.attended.setdefault(id(module), len(region.attended))
     score = Score(
         query.size(-1) ** -0.5 if scaling is None else scaling,

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
-from ds_cp.patches.transformers import plain, positions
+from ds_cp.patches.transformers import indexed, plain, positions
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.masks import Foreign
 from ds_cp.region import MaskDescriptor
@@ -127,15 +127,19 @@ def _by_bucket(self: Any, owner: Any, bucket: Callable, hidden: torch.Tensor, fo
     return self.o(out.flatten(2))
 
 
-FORWARDS: dict[str, Callable] = plain.FORWARDS | {
-    "T5Attention": t5,
-    "MT5Attention": t5,
-    "UMT5Attention": umt5,
-    "BloomAttention": bloom,
-    "FalconAttention": falcon,
-    "MptAttention": mpt,
-    "Llama4TextAttention": llama4,
-}
+FORWARDS: dict[str, Callable] = (
+    plain.FORWARDS
+    | indexed.FORWARDS
+    | {
+        "T5Attention": t5,
+        "MT5Attention": t5,
+        "UMT5Attention": umt5,
+        "BloomAttention": bloom,
+        "FalconAttention": falcon,
+        "MptAttention": mpt,
+        "Llama4TextAttention": llama4,
+    }
+)
 METHODS: dict[str, tuple[str, Callable]] = plain.METHODS
 """By class: the method that computes attention from q, k and v, and what runs in its place."""
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ds_cp.patches.transformers import families
+from ds_cp.patches.transformers import families, indexed
 
 ATTENTION = re.compile("Attention|MLA")
 RECURRENT = re.compile(
@@ -41,6 +41,11 @@ def recurrent(decoder: torch.nn.Module) -> list[str]:
 def attends(decoder: torch.nn.Module) -> bool:
     """Whether any module reaches the interface at all."""
     return any(_reaches_interface(module) for _, module in _own_modules(decoder))
+
+
+def has_indexer(decoder: torch.nn.Module) -> bool:
+    """Whether what chooses the keys of its queries is a module that ds_cp hands the keys of the whole sequence."""
+    return any(type(module).__name__ in indexed.INDEXERS for module in decoder.modules())
 
 
 def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
@@ -84,7 +89,8 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 def _reaches_interface(module: torch.nn.Module) -> bool:
     return any(
-        families.replaced(type(part)) is not None or _refers(type(part), "ALL_ATTENTION_FUNCTIONS")
+        (families.replaced(type(part)) is not None and type(part).__name__ not in indexed.INDEXERS)
+        or _refers(type(part), "ALL_ATTENTION_FUNCTIONS")
         for part in module.modules()
     )
 

@@ -222,7 +222,9 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"its pooler, a {type(pooler).__name__}, gets the first token from inside of the shared part, and most ranks' first "
             "token is another one. Build it with add_pooling_layer=False, and pool what it returns."
         )
-    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - HANDLED_LAYERS):
+    chosen = layers.has_indexer(decoder)
+    handled = HANDLED_LAYERS | ({"indexed_attention"} if chosen else set())
+    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - handled):
         if not recurrent:
             named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
             yield f'{named}, of kind "{kind}", mix tokens in a way that is not shared yet: each rank would mix its own shard only.'
@@ -239,7 +241,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             "rank would count distances inside its own shard, and the table's gradient would miss the rest."
         )
     for name in SPARSE_KEYS:
-        if getattr(config, name, None):
+        if getattr(config, name, None) and not chosen:
             yield (
                 f"its layers choose the keys of each query by an index ({name} = {getattr(config, name)}); under another "
                 "attention they would silently attend to all keys, and each rank would choose among its own."
