@@ -262,6 +262,29 @@ def test_what_is_kept_is_let_go_when_it_was_used_and_never_kept_without_a_graph(
         assert result == (LLAMA.layers, 0, 0, 0, 0, True)
 
 
+def step_that_counts_what_leaves(config):
+    from ds_cp.patches.transformers import offload
+
+    left = []
+
+    def to_host(tensor):
+        left.append(tuple(tensor.shape))
+        return tensor.device, tensor.clone()
+
+    offload.to_host = to_host
+    return left, counted_step(LLAMA, config, [PACKED], "reentrant")
+
+
+@pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 2)], ids=str)
+def test_what_is_kept_waits_in_host_memory_with_the_layers_inputs(workers, way):
+    out = (3, LLAMA.heads, 28 if way[0] == "ring" else 27, models.HEAD_DIM)  # 53 tokens on two ranks, padded
+    plain = workers(2).run(counted_step, LLAMA, config_of(*way), [PACKED], None)
+    ranks = workers(2).run(step_that_counts_what_leaves, config_of(*way) | {"offload_activations": True})
+    for (left, got), want in zip(ranks, plain, strict=True):
+        assert left.count(out) == LLAMA.layers
+        assert_equal(got, want)
+
+
 def copied_and_undone(config):
     from ds_cp import patches
     from ds_cp.patches.transformers import recompute

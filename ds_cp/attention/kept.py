@@ -9,17 +9,27 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 
 
-class Kept:
-    """What the attention calls of one run of one layer left for its recomputation, in the order of the calls."""
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
 
-    def __init__(self) -> None:
-        self._runs = 0
-        self._calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+class Kept:
+    """What the attention calls of one run of one layer left for its recomputation, in the order of the calls.
+
+    Args:
+        away, back: where outputs wait, and how they return.
+    """
+
+    def __init__(
+        self, away: Callable[[torch.Tensor], Any] = _as_it_is, back: Callable[[Any], torch.Tensor] = _as_it_is
+    ) -> None:
+        self._runs, self._away, self._back = 0, away, back
+        self._calls: deque[tuple[Any, torch.Tensor]] = deque()
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -36,11 +46,14 @@ class Kept:
     def put(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Keep what a call computed, in the first run only; without its graph, which would keep this alive in turn."""
         if self._runs == 1:
-            self._calls.append((out.detach(), lse))
+            self._calls.append((self._away(out.detach()), lse))
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(out, lse) of the next call; None in the first run, and in any after the second."""
-        return self._calls.popleft() if self._runs > 1 and self._calls else None
+        if self._runs == 1 or not self._calls:
+            return None
+        out, lse = self._calls.popleft()
+        return self._back(out), lse
 
 
 _running: ContextVar[Kept | None] = ContextVar("kept attention of the running layer", default=None)

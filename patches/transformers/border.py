@@ -102,7 +102,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
         if plan.offload_activations:
             restore.append(offload.attach(module))
         if not plan.recompute_attention:
-            restore.append(recompute.attach(module))
+            restore.append(recompute.attach(module, plan.offload_activations))
     _attached[decoder] = state
     alive = weakref.ref(decoder)
 

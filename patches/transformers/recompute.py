@@ -15,13 +15,19 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.kept import Kept
+from ds_cp.patches.transformers import offload
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 
 
-def attach(stack: torch.nn.Module) -> Callable[[], None]:
-    """Keep the attention of a stack's checkpointed layers; returns what undoes it."""
-    handle, alive = stack.register_forward_pre_hook(_before_stack), weakref.ref(stack)
+def attach(stack: torch.nn.Module, offloads: bool) -> Callable[[], None]:
+    """Keep the attention of a stack's checkpointed layers; returns what undoes it.
+
+    Args:
+        stack: a decoder or encoder.
+        offloads: whether it waits in host memory, as the layers' inputs then do.
+    """
+    handle, alive = stack.register_forward_pre_hook(partial(_before_stack, offloads)), weakref.ref(stack)
 
     def undo() -> None:
         handle.remove()
@@ -34,13 +40,13 @@ def attach(stack: torch.nn.Module) -> Callable[[], None]:
 
 
 @torch.compiler.disable
-def _before_stack(stack: torch.nn.Module, args: tuple) -> None:
+def _before_stack(offloads: bool, stack: torch.nn.Module, args: tuple) -> None:
     # bound to no model: a deep copy's hook wraps the copy's layers
     if stack.training and torch.is_grad_enabled():
         for module in _checkpointed(stack):
             function = module.__dict__[ATTRIBUTE]
             if not _is_wrapped(function):
-                setattr(module, ATTRIBUTE, partial(_checkpoint, function))
+                setattr(module, ATTRIBUTE, partial(_checkpoint, function, offloads))
 
 
 def _checkpointed(stack: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -58,9 +64,10 @@ def _is_wrapped(function: Any) -> bool:
     return _is_ours(function) or any(_is_wrapped(inner) for inner in (function.func, *function.args))
 
 
-def _checkpoint(checkpoint: Callable, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(checkpoint: Callable, offloads: bool, layer: Callable, *args: Any, **kwargs: Any) -> Any:
     """One run of a layer under a checkpoint function. What it keeps lives as long as the checkpoint holds the layer."""
-    return checkpoint(partial(_run, Kept(), layer), *args, **kwargs)
+    kept = Kept(offload.to_host, offload.from_host) if offloads else Kept()
+    return checkpoint(partial(_run, kept, layer), *args, **kwargs)
 
 
 def _run(kept: Kept, layer: Callable, *args: Any, **kwargs: Any) -> Any:
