@@ -10,18 +10,22 @@ import torch
 
 from ds_cp.mesh import Group
 
+MODES = ("without labels", "with labels", "with a cache")
+"""What a call is: hidden states are gathered, stay local for a loss, or go with a cache."""
+WITH_CACHE = MODES.index("with a cache")
+
 
 class BatchError(RuntimeError):
     """A batch that cannot be shared exactly; raised on every rank of the group together."""
 
 
-def agree(control: Group, error: str | None, facts: tuple[int, int, bool], digest: int, forward: int) -> None:
+def agree(control: Group, error: str | None, facts: tuple[int, int, int], digest: int, forward: int) -> None:
     """Compare a small record over the group, so that a bad batch on one rank fails all ranks with one message.
 
     Args:
         control: the cp group on gloo; the record lives on the CPU, no device waits for it.
         error: what is wrong with this rank's batch, if anything.
-        facts: B, S, and whether hidden states stay local.
+        facts: B, S, and a place in :data:`MODES`.
         digest: of the batch's content; 0 where contents are not compared.
         forward: counts the forwards of this model, for the message.
 
@@ -37,8 +41,8 @@ def agree(control: Group, error: str | None, facts: tuple[int, int, bool], diges
         raise BatchError(errors[first] + where)
     if (records != records[0]).any():
         listed = ", ".join(
-            f"rank {rank}: {b} x {s} tokens, {'with' if local else 'without'} labels, digest {d & 0xFFFF:04x}"
-            for rank, (_, b, s, local, d) in zip(control.ranks, records.tolist())
+            f"rank {rank}: {b} x {s} tokens, {MODES[mode]}, digest {d & 0xFFFF:04x}"
+            for rank, (_, b, s, mode, d) in zip(control.ranks, records.tolist())
         )
         raise BatchError(
             f"the ranks of a context-parallel group got different batches in forward {forward} ({listed}). Each would have "

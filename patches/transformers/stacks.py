@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_cp import balance
-from ds_cp.agreement import BatchError, agree, digest_of
+from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers import masks, support
+from ds_cp.patches.transformers import masks, prefill, support
 from ds_cp.planner import Plan
 from ds_cp.region import HeadCall, Region, current, current_head, enter, leave
 from ds_cp.rules import Rule
@@ -70,15 +70,22 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         call = (current_head() if stack.feeds_head else None) or HeadCall()
         # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
         fills_cache = given.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
+        cache, mode = None, int(call.keeps_local)
         if given.get("cache") is not None or given.get("past_key_values") is not None or fills_cache:
-            enter(module, None)  # generation: every rank runs the whole, at most one new token is computed
-            return masks.plain(args), masks.plain(kwargs)
-        region = _open(stack, plan, mesh, given, call, module)
+            cache, mode = prefill.empty_cache(module, given), WITH_CACHE
+            if cache is None:
+                if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
+                    agree(mesh.control, None, (*batches.shape_of(given), mode), 0, stack.forwards)
+                enter(module, None)  # every rank runs the whole; in decoding that is one new token
+                return masks.plain(args), masks.plain(kwargs)
+        region = _open(stack, plan, mesh, given, call, module, mode)
         stack.forwards += 1
         local = batches.localise(region, given, batches.shape_of(given))
         if batches.FOREIGN[1] not in signature.parameters:
             local.pop(batches.FOREIGN[1], None)
-        if "use_cache" in signature.parameters:
+        if cache is not None:
+            local["past_key_values" if "past_key_values" in local else "cache"] = prefill.Filling(cache, region)
+        elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
         enter(module, region)
         return (), local
@@ -88,7 +95,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
 
 
 def _open(
-    stack: Stack, plan: Plan, mesh: Mesh, given: Mapping[str, Any], call: HeadCall, module: torch.nn.Module
+    stack: Stack, plan: Plan, mesh: Mesh, given: Mapping[str, Any], call: HeadCall, module: torch.nn.Module, mode: int
 ) -> Region:
     """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
     error, documents, shape, digest = None, None, (0, 0), 0
@@ -104,7 +111,7 @@ def _open(
         error = str(problem)
     except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
         error = f"{type(problem).__name__} while the batch was read: {problem}"
-    agree(mesh.control, error, (*shape, call.keeps_local), digest, stack.forwards)
+    agree(mesh.control, error, (*shape, mode), digest, stack.forwards)
     assert documents is not None
     layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, stack.rules)
     return Region(plan, mesh, layout, documents, whole_mask=batches.whole_mask(given, *shape))
@@ -131,18 +138,21 @@ def _after(stack: Stack):
                     "tokens lie elsewhere. Compute the loss outside of the model, from its logits."
                 )
             call.region = region
-        return _closed(region, output, keeps_local)
+        return _closed(region, output, keeps_local, stack.layers)
 
     return after_stack
 
 
-def _closed(region: Region, output: Any, keep_last_local: bool) -> Any:
+def _closed(region: Region, output: Any, keep_last_local: bool, layers: int) -> Any:
     """A stack's output with everything per token whole, except for a last hidden state that stays local."""
     if isinstance(output, tuple):
+        output = tuple(value.done(layers) if isinstance(value, prefill.Filling) else value for value in output)
         rest = (_whole(region, value, 3) for value in output[1:])
         return (output[0] if keep_last_local else _whole(region, output[0], 3), *rest)
     for name, value in list(output.items()):
-        if not (keep_last_local and name == "last_hidden_state"):
+        if isinstance(value, prefill.Filling):
+            output[name] = value.done(layers)
+        elif not (keep_last_local and name == "last_hidden_state"):
             output[name] = _whole(region, value, 2 if "router" in name else 3)
     return output
 

@@ -1,0 +1,78 @@
+"""Prefill: a long prompt is read on shared tokens, and every rank gets the whole cache; decoding then runs whole on each.
+
+The layers get a stand-in for the empty cache. It hands their own keys back, for attention over them is shared anyway, and
+gathers them into the cache that the caller sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ds_cp.agreement import BatchError
+from ds_cp.patches.transformers import batch as batches
+from ds_cp.region import Region
+
+SHORTEST = 4096
+"""Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""
+
+PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Cache layers that hold the keys and values of their tokens and nothing else."""
+
+
+class Filling(DynamicCache):
+    """Stands for an empty cache in one shared forward."""
+
+    def __init__(self, cache: DynamicCache, region: Region):
+        super().__init__()
+        self.cache, self.region, self.filled = cache, region, 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any):
+        """Keys and values [B, h, L, d] of a layer: all tokens' go to the cache, the rank's own come back."""
+        whole = (self.region.gather(each, dim=2) for each in (key, value))
+        self.cache.update(*whole, layer, *args, **kwargs)
+        self.filled += 1
+        return key, value
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As many keys as queries, none before them."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Nothing was seen before."""
+        return 0
+
+    def done(self, layers: int) -> DynamicCache:
+        """The cache that the caller gets.
+
+        Raises:
+            BatchError: a layer kept its keys elsewhere.
+        """
+        if self.filled < layers:
+            raise BatchError(
+                f"{self.filled} of {layers} layers put their keys into the cache while the prompt was shared; decoding would "
+                "miss the others. Call the model with use_cache=False."
+            )
+        return self.cache
+
+
+def empty_cache(module: torch.nn.Module, given: Mapping[str, Any]) -> DynamicCache | None:
+    """The cache to fill, where a call with a cache is a prefill that can be shared; None where it runs whole."""
+    mask = batches.mask_of(given)
+    cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    if torch.is_grad_enabled() or given.get(batches.FOREIGN[0]) is not None:
+        return None
+    if batches.shape_of(given)[1] < SHORTEST or not (
+        mask is None or isinstance(mask, torch.Tensor) and mask.dim() == 2
+    ):
+        return None
+    cache = DynamicCache(config=module.config) if cache is None else cache
+    plain = (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(each) in PLAIN_LAYERS for each in cache.layers)
+    )
+    shared = getattr(module.config, "num_kv_shared_layers", 0)  # layers that read what another one put into the cache
+    return cache if plain and not shared and cache.get_seq_length() == 0 else None
