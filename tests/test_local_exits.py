@@ -68,8 +68,7 @@ def trained(folder, ds_config, name):
     return losses, [evaluated, loss_only], weights, sent
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name, stage", zip(LOSSES, (3, 2, 3)))
 def test_losses_outside_of_the_model_train_and_evaluate_as_without_the_key(workers, tmp_path, name, stage):
     want = workers(1).run(trained, tmp_path, json_for(None, 1), name)[0]
     for losses, evaluated, weights, sent in workers(2, timeout=110).run(trained, tmp_path, json_for(RING, stage), name):
