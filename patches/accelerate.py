@@ -60,11 +60,9 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
     def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
         size = cp_size_of_accelerator()
         if size > 1:
-            from accelerate.state import PartialState
-
-            state = PartialState()
-            num_processes = (state.num_processes if num_processes is None else num_processes) // size
-            process_index = (state.process_index if process_index is None else process_index) // size
+            # torch's numbers: on a CPU without `cpu=True` accelerate takes each rank for the only one
+            num_processes = torch.distributed.get_world_size() // size
+            process_index = torch.distributed.get_rank() // size
             _seed_workers_by(dataloader, process_index)
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
@@ -142,9 +140,12 @@ def _one_per_group(original: Callable) -> Callable:
 
 def first_of_each_group(gathered: Any, size: int) -> Any:
     """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
+    from accelerate.state import PartialState
     from accelerate.utils import recursively_apply
 
-    world = torch.distributed.get_world_size()
+    world = PartialState().num_processes
+    if world == 1:
+        return gathered  # accelerate gathers from nobody
     return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)
 
 
