@@ -258,18 +258,19 @@ def test_models_on_packed_batches_equal_one_process(workers, method, size, rows)
 def layouts_used(config, specs):
     """The layout of each batch's region, and what the plan says at start."""
     from ds_cp.patches.transformers import border
+    from ds_cp.region import Region
 
     model = subject.changed_model(ModelSpec("llama"), config)
-    seen, attend = [], border.Region.attend
+    seen, attend = [], Region.attend
 
     def watched(region, *args):
         seen.append(region.layout.name)
         return attend(region, *args)
 
-    border.Region.attend = watched
+    Region.attend = watched
     for spec in specs:
         model(**make_batch(spec).inputs)
-    border.Region.attend = attend
+    Region.attend = attend
     return seen[:: model.config.num_hidden_layers], border.attachment(model).plan.layout_text
 
 
