@@ -24,7 +24,14 @@ def print_start(plan: Plan, mesh: Mesh, facts: ModelFacts, layers: int, console:
     table.add_row("tokens per rank", f"the sequence / {plan.size}, padded inside to a multiple")
     table.add_row("sequences per step", f"micro batch x accumulation x dp {mesh.dp_size}")
     table.add_row("loss", "one sum and one count over a group; DeepSpeed means over the world")
+    table.add_row("memory", _memory(plan))
     (console or Console()).print(table)
+
+
+def _memory(plan: Plan) -> str:
+    mlps = {True: "MLPs in tiles", False: "MLPs whole", None: "MLPs in tiles where they are large"}[plan.tiled_mlp]
+    loss = "a known loss in tiles, so that no rank holds [L, vocab]" if plan.tiled_loss else "a rank's logits whole"
+    return f"{loss}; {mlps}" + ("; layer inputs wait in host memory" if plan.offload_activations else "")
 
 
 def _listed(groups: int, size: int) -> str:

@@ -332,3 +332,51 @@ def test_evaluation_of_a_loss_alone_holds_no_logits(workers):
     for loss, logits, elements in workers(2).run(evaluated_beyond_the_limit):
         oracle.assert_close_loss(loss, truth(TYPES["llama"], LONG).loss, 1e-6)
         assert logits is None and elements < 3 * 75 * VOCAB
+
+
+# ---- heads that PEFT changed, and autocast -----------------------------------------------------------------
+
+ADAPTED = {
+    "an adapter on the head": dict(target_modules=["q_proj", "lm_head"]),  # its logits are computed at once
+    "a head trained whole beside adapters": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+}
+
+
+def adapted(config, settings):
+    import peft
+
+    import ds_cp
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(models.build(TYPES["llama"]), peft.LoraConfig(r=4, init_lora_weights=False, **settings))
+    if config:
+        ds_cp.context_parallel(model, config)
+    with small_tiles(), Largest() as largest:
+        loss = model.train()(**batches.make(BatchSpec("dense", 3, 150)).inputs).loss
+        loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    return (loss.item(), gradients), largest.elements
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_heads_changed_by_peft_are_exact(workers, name):
+    (loss, gradients), _ = workers(1).run(adapted, None, ADAPTED[name])[0]
+    results = workers(2).run(adapted, RING, ADAPTED[name])
+    for (got, _), elements in results:
+        oracle.assert_close_loss(got, loss, 1e-6)
+        assert (elements < 3 * 75 * VOCAB) == ("modules_to_save" in ADAPTED[name])
+    got = oracle.mean_over_ranks([found for (_, found), _ in results])
+    oracle.assert_close_gradients(got, gradients, 1e-5)
+
+
+def test_under_autocast_it_is_as_exact_as_with_whole_logits():
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(*shape, requires_grad=True) for shape in ((64, 16), (50, 16)))
+    targets = torch.randint(0, 50, (64,))
+    true = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16), small_tiles(7, 50):
+        whole = F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+        tiles = tiled.linear_cross_entropy(hidden, weight, None, targets, lambda x: x)
+    gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (true, whole, tiles)]
+    for want, its, mine in zip(*gradients):
+        assert 0 < (mine - want).norm() <= 1.2 * (its - want).norm()
