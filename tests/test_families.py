@@ -1,10 +1,14 @@
 """Every causal LM type is exact or refused: the table that start-up consults, checked against the models themselves."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from ds_cp.cli.shrink import model_config, tiny_config
 from harness import families
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
@@ -26,10 +30,57 @@ def test_start_up_and_the_page_say_what_the_table_says():
     assert sweep.PAGE.read_text() == sweep.page(TABLE)
 
 
-@pytest.mark.parametrize("model_type", EXACT[::9])
+# one type per way to reach ds_cp, and every twentieth of all
+KINDS = [
+    "roberta",
+    "bart",
+    "mvp",
+    "rembert",
+    "gpt_neo",
+    "openai-gpt",
+    "doge",
+    "modernbert-decoder",
+    "hrm_text",
+    "mllama",
+]
+
+
+@pytest.mark.parametrize("model_type", sorted({*KINDS, *EXACT[::20]}))
 def test_a_sample_of_the_exact_types_is_exact(model_type):
     found = sweep.compared(model_type)
     assert found.verdict == "exact", found
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma2", "xglm"])
+def test_hybrid_over_four_ranks_is_exact_too(model_type):
+    found = sweep.compared(model_type, ranks=4)
+    assert found.verdict == "exact", found
+
+
+PASS, OUTSIDE = "pass from token to token in ", "outside of transformers' attention interface in "
+REFUSED = [
+    ("qwen3_next", rf"{PASS}layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) and \d+ more"),
+    ("mamba", rf"{PASS}layers\.0\.mixer \(MambaMixer\) and \d+ more"),
+    ("lfm2", rf"{PASS}layers\.0\.conv \(Lfm2ShortConv\) and \d+ more"),
+    ("rwkv", rf"{PASS}blocks\.0\.attention \(RwkvSelfAttention\) and \d+ more"),
+    ("big_bird", rf"{OUTSIDE}encoder\.layer\.0\.attention\.self \(BigBirdBlockSparseAttention\) and \d+ more"),
+    ("deepseek_v4", r'in layers\.3 \(DeepseekV4DecoderLayer\) and \d+ more, of kind "compressed_sparse_attention"'),
+]
+
+
+@pytest.mark.parametrize("model_type, sentence", REFUSED, ids=[name for name, _ in REFUSED])
+def test_a_refusal_names_the_layers_of_the_real_model(model_type, sentence):
+    assert re.search(sentence, families.refused_at_start(model_type).detail)
+    assert TABLE[model_type][0] == "refused"
+
+
+def test_a_tiny_model_has_every_kind_of_layer_that_the_type_has():
+    missing = {}
+    for model_type in ("flint", "mllama", "kimi_linear", "dory", "lfm2", "gemma2", "deepseek_v3"):
+        with torch.device("meta"):
+            tiny = AutoModelForCausalLM.from_config(tiny_config(model_type))
+        missing[model_type] = families.missing_kinds(model_config(model_type), tiny)
+    assert not any(missing.values()), missing
 
 
 @pytest.mark.slow

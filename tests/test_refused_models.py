@@ -12,7 +12,7 @@ LLAMA = ModelSpec("llama")
 
 MODELS = [
     ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
-    ({"layer_types": ["linear_attention", "full_attention"]}, 'layers of kind "linear_attention" mix tokens in a way that is not shared yet'),
+    ({"layer_types": ["linear_attention", "full_attention"]}, r'not shared yet in layers.0 \(LlamaDecoderLayer\), of kind "linear_attention"'),
     ({"layerdrop": 0.5}, "layerdrop would drop other layers on each rank"),
     ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
 ]  # fmt: skip
@@ -44,17 +44,12 @@ def encoder_that_pools_by_itself():
     return AlbertModel(AlbertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
 
 
-def sparse_decoder():
-    from transformers import AutoModelForCausalLM, DeepseekV32Config
+def decoder_that_chooses_blocks():
+    from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(
-        DeepseekV32Config(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
-            vocab_size=16, moe_intermediate_size=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
-            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-            index_n_heads=2, index_head_dim=8, index_topk=4,
-        )
-    )  # fmt: skip
+    from ds_cp.cli.shrink import tiny_config
+
+    return AutoModelForCausalLM.from_config(tiny_config("minimax_m3_vl_text"))
 
 
 def encoder_with_a_bias_of_all_pairs():
@@ -77,7 +72,7 @@ OTHERS = [
         "layers.1.self_attn.rotary computes rotary embeddings that depend on the sequence length inside a layer",
     ),
     (encoder_that_pools_by_itself, "its pooler, a Linear, gets the first token .*add_pooling_layer=False"),
-    (sparse_decoder, r"choose the keys of each query by an index \(index_topk = 4\)"),
+    (decoder_that_chooses_blocks, r"choose the keys of each query by an index \(index_topk_blocks = \d+\)"),
     (encoder_with_a_bias_of_all_pairs, "relative position bias .* S x S"),
 ]
 

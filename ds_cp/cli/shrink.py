@@ -49,6 +49,8 @@ SIZES: dict[str, int | float | None] = {
     "original_max_position_embeddings": 64,
     # masks
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention_window", "window_size"), 6),
+    # keys chosen by an indexer: fewer than a row has, with heads enough that scores seldom tie
+    **{"index_topk": 7, "index_n_heads": 16, "index_head_dim": 16},
     "initializer_range": 0.15,
     "num_kv_shared_layers": 0,
 }
@@ -80,6 +82,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dory": {
         "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "dots3_note_text": {
+        "head_dim": 2 * HEAD_DIM,
+        "per_layer_config": {2: {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 24}},
     },
     "flint": {"mlp_only_layers": [0]},
     "hrm_text": {"num_hidden_layers": 8, "num_layers_per_stack": 1},
@@ -154,7 +160,7 @@ def _shrink_dict(small: dict[str, Any]) -> None:
         if isinstance(value, dict) and name in NESTED:
             _shrink_dict(value)
         elif isinstance(value, dict) and name in TOWERS:
-            value.update({depth: LAYERS for depth in (*DEPTHS, "num_blocks") if isinstance(value.get(depth), int)})
+            _shrink_tower(value)
         elif isinstance(value, list) and depth and len(value) == depth > len(kept):
             small[name] = [SIZES[name]] * len(kept) if name in SIZES else [value[i] for i in kept]
         elif isinstance(value, dict) and depth and value and all(str(key).isdigit() for key in value):
@@ -173,6 +179,19 @@ def _shrink_dict(small: dict[str, Any]) -> None:
         if isinstance(small.get(name), dict):
             small[name] = _shrink_rope(small[name])
     small.update(copy.deepcopy(SPECIAL.get(small.get("model_type", ""), {})))
+
+
+def _shrink_tower(tower: dict[str, Any]) -> None:
+    depth = next((tower[name] for name in (*DEPTHS, "num_blocks") if isinstance(tower.get(name), int)), None)
+    for name, value in tower.items():
+        if name in (*DEPTHS, "num_blocks") and value is not None:
+            tower[name] = LAYERS
+        elif isinstance(value, list) and len(value) == depth:
+            tower[name] = value[:LAYERS]
+        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            tower[name] = {}
+        elif name == "adapter_out_dim":
+            tower[name] = HEADS * HEAD_DIM
 
 
 def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:

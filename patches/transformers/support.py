@@ -206,14 +206,14 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
     recurrent = layers.recurrent(decoder)
     if recurrent:
         yield (
-            f"{layers.listed(recurrent)} pass a state or neighbours from token to token, which is not shared yet: each rank "
-            "would start from nothing at its own shard."
+            f"a state, or neighbouring tokens, pass from token to token in {layers.listed(recurrent)}: that is not shared yet, "
+            "and each rank would start from nothing at its own shard."
         )
     alone = layers.without_interface(decoder)
     if alone:
         yield (
-            f"{layers.listed(alone)} compute attention without transformers' attention interface, so each rank would attend "
-            "to its own shard only."
+            f"attention is computed outside of transformers' attention interface in {layers.listed(alone)}: each rank would "
+            "attend to its own shard only."
         )
     if not recurrent and not alone and not (layers.attends(decoder) and any(map(_heads, _layer_configs(config)))):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
@@ -227,7 +227,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - handled):
         if not recurrent:
             named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
-            yield f'{named}, of kind "{kind}", mix tokens in a way that is not shared yet: each rank would mix its own shard only.'
+            yield f'tokens mix in a way that is not shared yet in {named}, of kind "{kind}": each rank would mix its own only.'
     for name in rope.inside_layers(decoder):
         yield (
             f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "

@@ -24,16 +24,16 @@ MEANING = {
 }
 
 
-def compared(model_type):
-    """The outcome of one type; a crash or a hang of its ranks is one too."""
+def compared(model_type, ranks=2):
+    """The outcome of one type: ring and ulysses over two ranks, hybrid over four; a crash or a hang of its ranks is one too."""
     from harness import families
     from harness.workers import RanksFailed, workers
 
     try:
-        outcomes = workers(2).run(families.outcome, model_type)
+        outcomes = workers(ranks).run(families.outcome, model_type)
     except RanksFailed as error:
         return families.Outcome(model_type, "wrong", str(error).splitlines()[0][:160])
-    if outcomes[0].verdict != outcomes[1].verdict:
+    if len({outcome.verdict for outcome in outcomes}) > 1:
         return families.Outcome(model_type, "wrong", "its ranks disagree")
     return outcomes[0]
 
