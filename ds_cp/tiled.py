@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 TILE_BYTES = 32 << 20
-"""Of one tile's logits in fp32; a few such buffers live at a time."""
+"""Of one tile's logits in fp32, on a CPU; a few such buffers live at a time."""
+
+ON_DEVICE = 8
+"""How much larger tiles are elsewhere: a GPU wants some hundred rows even of a large vocabulary. Not measured."""
 
 FP16_BOOST = 1024.0
 """The gradient that a tile starts from in fp16, taken back by the backward pass: below 6e-8 fp16 knows only zero, and the
@@ -60,7 +63,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.boost = FP16_BOOST if dtype == torch.float16 else 1.0
         total = torch.zeros((), dtype=precise, device=hidden.device)
-        rows = max(1, TILE_BYTES // (weight.size(0) * precise.itemsize))
+        tile_bytes = TILE_BYTES * (1 if device == "cpu" else ON_DEVICE)
+        rows = max(1, tile_bytes // (weight.size(0) * precise.itemsize))
         with torch.autocast(device, enabled=False):
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, hidden.size(0), rows):
