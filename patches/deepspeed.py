@@ -71,7 +71,15 @@ def watch_config() -> None:
                 import deepspeed
 
                 deepspeed.init_distributed()
-            return original(self, config, DataParallelView(asked.size))
+            try:
+                return original(self, config, DataParallelView(asked.size))
+            except AssertionError as error:
+                if "world_size" not in str(error):
+                    raise
+                raise key.ConfigError(
+                    f'{error} where world_size counts groups: {world_size()} ranks / "{key.KEY}.size" {asked.size} = '
+                    f"{world_size() // asked.size}, for the ranks of a group read the same batch. Nothing was started."
+                ) from error
 
         return __init__
 
@@ -110,6 +118,22 @@ def install() -> None:
 
         return deepspeed_io
 
+    def make_resize(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def resize(self, batch_size):
+            ranks = self.dp_world_size
+            self.dp_world_size = ranks // getattr(self, "_ds_cp_size", 1)
+            try:
+                return original(self, batch_size)
+            finally:
+                self.dp_world_size = ranks
+
+        return resize
+
+    patches.replace(DeepSpeedEngine, "set_train_batch_size", make_resize, "batch arithmetic by data-parallel rank")
+    patches.replace(
+        DeepSpeedEngine, "set_train_micro_batch_size", make_resize, "batch arithmetic by data-parallel rank"
+    )
     patches.replace(DeepSpeedEngine, "__init__", make_init, "attaches the model to the groups of its config")
     patches.replace(DeepSpeedEngine, "deepspeed_io", make_io, "samples by data-parallel rank")
 
