@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
-from ds_cp.patches.transformers import families, layers, rope, verified
+from ds_cp.patches.transformers import families, layers, neftune, rope, verified
 from ds_cp.planner import ModelFacts
 from ds_cp.region import HeadCall
 from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
@@ -112,10 +112,11 @@ def refuse_call(decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCa
     if attentions or (attentions is None and getattr(decoder.config, "output_attentions", False)):
         raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
     embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else None
-    if getattr(embedding, "neftune_noise_alpha", None) and embedding.training:
+    noisy = getattr(embedding, "neftune_noise_alpha", None) and embedding.training
+    if noisy and not neftune.knows_the_length(embedding):
         raise BatchError(
             "NEFTune scales its noise by the length that it sees, and inside the shared part it sees a shard: the noise would "
-            "be larger than you asked for. Leave neftune_noise_alpha out."
+            "be larger than you asked for. Use Trainer's neftune_noise_alpha, which ds_cp knows, or leave it out."
         )
 
 
