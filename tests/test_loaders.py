@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from harness.training import Rows, assert_same_training, json_for, pad_right, trained
+from harness import engine, models
+from harness.training import LLAMA, Rows, arguments, assert_same_training, json_for, pad_right, trained
 
 RING, ULYSSES = {"size": 2, "method": "ring"}, {"size": 2, "method": "ulysses"}
 
@@ -89,6 +90,38 @@ def test_training_equals_a_run_without_the_key(workers, tmp_path, name):
         assert got["flos"] == want["flos"]
 
 
-def test_neftune_is_refused_where_its_noise_would_see_a_shard(workers, tmp_path):
-    workers(2).run_expecting_error(trained, "NEFTune .*Leave neftune_noise_alpha out", tmp_path, json_for(RING, 2),
-                                   neftune_noise_alpha=5)  # fmt: skip
+ALPHA = 5.0
+
+
+def embedding_noise(folder):
+    """Of one step: this rank's noise, and how many tokens and dims the whole sequence has."""
+    from transformers import Trainer, TrainerCallback
+
+    engine.activate()
+    model, seen = models.build(LLAMA), {}
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):  # by now Trainer has put its noise on the embedding
+            table = model.get_input_embeddings()
+            table.register_forward_hook(lambda _, args, out: seen.update(noise=out - table.weight[args[0]]))
+
+    args = arguments(folder, json_for(RING, 2), max_steps=1, per_device_train_batch_size=4, neftune_noise_alpha=ALPHA)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Rows(), data_collator=pad_to_96, callbacks=[Watch()]
+    )  # fmt: skip
+    trainer.train()
+    return seen["noise"].detach().double(), 96, model.config.hidden_size
+
+
+def pad_to_96(rows):
+    return pad_right([torch.nn.functional.pad(row, (0, 96 - len(row)), value=1) for row in rows])
+
+
+def test_neftune_draws_for_each_token_what_the_whole_sequence_asks_for(workers, tmp_path):
+    noises = workers(2).run(embedding_noise, tmp_path)
+    for noise, length, hidden in noises:
+        bound = ALPHA / (length * hidden) ** 0.5
+        assert noise.shape[1] == length // 2
+        assert 0.99 * bound < noise.abs().max() <= 1.0001 * bound
+        assert noise.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
+    assert not torch.allclose(noises[0][0], noises[1][0])

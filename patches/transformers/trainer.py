@@ -11,7 +11,7 @@ import torch
 from ds_cp import patches
 from ds_cp.patches import rollouts
 from ds_cp.patches.deepspeed import active
-from ds_cp.patches.transformers import smoothing
+from ds_cp.patches.transformers import neftune, smoothing
 
 
 class _PerGroup:
@@ -60,6 +60,7 @@ def _install_trainer() -> None:
     patches.replace(Trainer, "evaluate", _evaluating, "steps per second by data-parallel rank")
     patches.replace(Trainer, "predict", _evaluating, "steps per second by data-parallel rank")
     smoothing.install()
+    neftune.install()
     patches.replace(trainer, "speed_metrics", _speed, "steps per second by data-parallel rank")
 
 

@@ -1,0 +1,43 @@
+"""NEFTune: noise on embeddings by the length of the whole sequence, where transformers' hook sees this rank's tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable
+
+import torch
+
+from ds_cp import patches
+from ds_cp.region import current
+
+
+def install() -> None:
+    """Patch the hook that ``activate_neftune`` puts on the embedding."""
+    from transformers.integrations import neftune
+
+    patches.replace(neftune, "neftune_post_forward_hook", _by_whole_length, "noise by the length of the whole sequence")
+
+
+def knows_the_length(embedding: torch.nn.Module) -> bool:
+    """True when the noise of this embedding comes from the patched hook."""
+    return any(getattr(hook, "ds_cp", False) for hook in embedding._forward_hooks.values())
+
+
+def _by_whole_length(original: Callable) -> Callable:
+    """Uniform noise up to alpha / sqrt(S d) (Jain et al. 2023); each rank draws that of its own tokens."""
+
+    @functools.wraps(original)
+    def neftune_post_forward_hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        region = current()
+        if region is None:
+            return original(module, args, output)
+        alpha = module.neftune_noise_alpha
+        module.neftune_noise_alpha = alpha * math.sqrt(output.size(1) / region.layout.seq_len)
+        try:
+            return original(module, args, output)
+        finally:
+            module.neftune_noise_alpha = alpha
+
+    neftune_post_forward_hook.ds_cp = True
+    return neftune_post_forward_hook
