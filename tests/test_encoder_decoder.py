@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness import heads
+from harness import engine, heads, models, oracle
 
 RING = {"size": 2, "method": "ring"}
 WAYS = {
@@ -123,6 +123,35 @@ def test_generation_gives_the_same_tokens(workers, class_name, model_type):
     for got in workers(2).run(generated, class_name, model_type, RING):
         assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
         assert (got[1] - want[1]).abs().max() < 1e-5 * want[1].abs().max()
+
+
+def trained(class_name, model_type, config):
+    """One step of SGD with an engine."""
+    started = engine.initialize(config, maker(class_name, model_type)(dtype=torch.float32))
+    return engine.step(started, [pairs()])
+
+
+@pytest.mark.parametrize(
+    "class_name, model_type, stage",
+    [
+        ("T5ForConditionalGeneration", "t5", 3),
+        ("BartForConditionalGeneration", "bart", 2),
+        ("BartForConditionalGeneration", "bart", 3),
+    ],
+)
+def test_an_engine_takes_the_step_of_one_process(workers, class_name, model_type, stage):
+    with models.TransformersInDouble():
+        loss, _, want = heads.outputs(maker(class_name, model_type)(), pairs())
+    _, _, single = heads.outputs(maker(class_name, model_type)(dtype=torch.float32), pairs())
+    own_error = max(oracle.gradient_errors(single, want).values())  # one process in fp32 is no better than this
+    tolerance = max(oracle.TOLERANCE[torch.float32], 1.5 * own_error)
+    assert tolerance < 1e-4
+    for losses, gradients, updates in workers(2).run(
+        trained, class_name, model_type, engine.json_config(RING, stage, rows=2)
+    ):
+        oracle.assert_close_loss(losses[0], loss, 1e-6)
+        oracle.assert_close_gradients(gradients, want, tolerance)
+        assert oracle.total_error(updates, want) < 1e-4  # rounded with the weights that took them
 
 
 def test_every_type_that_start_up_lets_through_is_compared_here():

@@ -124,3 +124,57 @@ def test_every_type_that_start_up_lets_through_is_compared_here():
     from ds_cp.patches.transformers import verified
 
     assert verified.ENCODERS <= {model_type for _, model_type, *_ in HEADS}
+
+
+# ---- what a call may ask for -------------------------------------------------------------------------------------
+
+
+def embedded(inputs, width=64):
+    generator = torch.Generator().manual_seed(9)
+    embeds = torch.randn(ROWS, LENGTH, width, generator=generator, dtype=torch.float64)
+    return {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": embeds}
+
+
+CALLS = [
+    ("LlamaForCausalLM", "llama", {"labels": tokens(), "output_hidden_states": True}, "right", "ring"),
+    ("LlamaForCausalLM", "llama", {"labels": tokens(), "output_hidden_states": True, "embedded": True}, None, "ulysses"),
+    ("LlamaForCausalLM", "llama", {"logits_to_keep": 5}, None, "ring"),
+    ("LlamaForCausalLM", "llama", {"logits_to_keep": torch.tensor([3, 30, 36])}, None, "contiguous"),
+    ("LlamaForCausalLM", "llama", {"logits_to_keep": 5, "labels": tokens()[:, -5:]}, None, "ring"),
+    ("LlamaForTokenClassification", "llama", per_token() | {"embedded": True}, "right", "ring"),
+    ("Qwen2ForQuestionAnswering", "qwen2", spans() | {"embedded": True}, "right", "ring"),
+    ("BertForMaskedLM", "bert", masked() | {"embedded": True, "output_hidden_states": True}, "right", "ring 4"),
+    ("BertForSequenceClassification", "bert", per_row("class") | {"embedded": True}, "right", "ulysses"),
+    ("RobertaForTokenClassification", "roberta", per_token() | {"embedded": True}, "right", "ring"),
+    ("ModernBertForMaskedLM", "modernbert", masked() | {"embedded": True}, "right", "ring"),
+    ("BertForMaskedLM", "bert", masked() | {"token_type_ids": tokens() % 2}, "right", "ring"),
+    ("T5EncoderModel", "t5", {"embedded": True}, "right", "ring"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case[0]}-{'-'.join(case[2])}")
+def test_calls_with_more_arguments_equal_those_of_one_process(workers, case):
+    class_name, model_type, asked, side, way = case
+    asked = dict(asked)
+    with_embeds = asked.pop("embedded", False)
+    make, config, inputs, seen = case_of(class_name, model_type, asked, side, way)
+    heads.check(workers, make, config, embedded(inputs) if with_embeds else inputs, seen=seen)
+
+
+def asks_by_config():
+    import ds_cp
+
+    model = heads.build("BertForMaskedLM", "bert")
+    model.config.output_attentions = True
+    ds_cp.context_parallel(model, RING)
+
+
+def asks_by_call():
+    import ds_cp
+
+    ds_cp.context_parallel(heads.build("BertForMaskedLM", "bert"), RING)(input_ids=tokens(), output_attentions=True)
+
+
+@pytest.mark.parametrize("asks", [asks_by_config, asks_by_call])
+def test_output_attentions_is_refused(workers, asks):
+    workers(2).run_expecting_error(asks, "output_attentions .* the S x S matrix that no rank holds")
