@@ -34,6 +34,9 @@ def _before_head(vocab: int, signature: inspect.Signature):
     @torch.compiler.disable
     def before_head(head: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         given = batches.named(signature, args, kwargs)
+        if not any(isinstance(given.get(name), torch.Tensor) for name in ("input_ids", "inputs_embeds")):
+            push_head(head, HeadCall())  # another function runs in its place (TRL redirects forwards): no known loss
+            return
         keeps = given.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
         call = _call(head, given) if everything else HeadCall(False, given.get("labels"))
