@@ -1,4 +1,4 @@
-"""TRL's trainers that generate what they train on (GRPO, RLOO): one rollout per group, counted once.
+"""TRL's trainers that generate what they train on (GRPO, RLOO, distillation): one rollout per group, counted once.
 
 They size their generation batch by the world, seed each rank differently, and find their own part of what they gathered
 by the rank. Under the key all ranks of a group hold the same prompts, so all of that goes by data-parallel rank, and the
@@ -20,7 +20,10 @@ from ds_cp.patches.accelerate import cp_size_of_accelerator, first_of_each_group
 TRAINERS = {
     "GRPOConfig": ("trl.trainer.grpo_trainer", "GRPOTrainer"),
     "RLOOConfig": ("trl.trainer.rloo_trainer", "RLOOTrainer"),
+    "DistillationConfig": ("trl.trainer.distillation_trainer", "DistillationTrainer"),
 }
+COUNTING = ("_prepare_inputs", "compute_loss", "get_train_dataloader", "_get_train_sampler")
+"""Methods that count processes, or look for their own part by the process."""
 WHY = "rollouts go by data-parallel rank"
 
 
@@ -48,16 +51,17 @@ def _refuse_server(args: Any, size: int) -> None:
 def _install(config: type, module_name: str, trainer_name: str) -> None:
     module = import_module(module_name)
     trainer = getattr(module, trainer_name)
-    if "world_size" not in vars(config):
+    if hasattr(config, "generation_batch_size") and "world_size" not in vars(config):
         config.world_size = property(_world_size(config.world_size.fget))
         patches.record(
             patches.Patch(f"{module_name}.{config.__name__}.world_size", WHY, lambda: delattr(config, "world_size"))
         )
     patches.replace(module, "set_seed", _seed, "ranks of a group draw the same completions")
-    patches.replace(module, "gather", _gather, WHY)
+    if hasattr(module, "gather"):
+        patches.replace(module, "gather", _gather, WHY)
     patches.replace(module, "gather_object", _gather_object, WHY)
     patches.replace(trainer, "_generate", _of_first_rank, "the completions of a group's first rank are the group's")
-    for method in ("_prepare_inputs", "_compute_loss"):
+    for method in COUNTING:
         patches.replace(trainer, method, _with_groups, WHY)
 
 

@@ -58,6 +58,10 @@ def preferences(rows):
     ]
 
 
+def judged(rows):
+    return [{"prompt": words(i, 6), "completion": words(i + 50, 4 + i % 7), "label": i % 3 > 0} for i in range(rows)]
+
+
 def prompts(rows):
     return [{"prompt": words(i, 5 + i % 4)} for i in range(rows)]
 
@@ -86,10 +90,18 @@ KINDS = {
     "sft dft": sft(texts, loss_type="dft"),
     "dpo": ("DPOTrainer", "DPOConfig", preferences, {"max_length": 32}, {}),
     "dpo ipo": ("DPOTrainer", "DPOConfig", preferences, {"loss_type": "ipo", "precompute_ref_log_probs": True}, {}),
+    "kto": ("KTOTrainer", "KTOConfig", judged, {"max_length": 32}, {}),
     "reward": ("RewardTrainer", "RewardConfig", preferences, {"max_length": 32}, {}),
     "grpo": rollouts("GRPO"),
     "grpo window": rollouts("GRPO", steps_per_generation=4, num_iterations=2, loss_type="grpo"),
     "rloo": rollouts("RLOO"),
+    "distillation": (
+        "DistillationTrainer",
+        "DistillationConfig",
+        prompts,
+        {"max_completion_length": 6, "gradient_accumulation_steps": 2},
+        {"teacher_model": "base"},
+    ),
 }
 
 
@@ -123,6 +135,8 @@ def trained(folder, ds_config, kind):
     datasets = {"train_dataset": load_from_disk(folder / "train")}
     if rows is not prompts:
         datasets["eval_dataset"] = load_from_disk(folder / "eval")
+    if "teacher_model" in more:
+        more = {"teacher_model": models.build(ModelSpec("llama", seed=1))}
     trainer = getattr(trl, trainer_name)(model=model, args=args, processing_class=tokenizer(), **datasets, **more)
     trainer.train()
     logs = [dict(log) for log in trainer.state.log_history]
@@ -143,15 +157,17 @@ CASES = [
     ("sft dft", 2, {"size": 2}, 2),
     ("dpo", 2, {"size": 2, "method": "ring"}, 2),
     ("dpo ipo", 4, {"size": 2}, 2),
+    ("kto", 4, {"size": 2, "method": "ring"}, 2),
     ("reward", 4, {"size": 2}, 2),
     ("grpo", 4, {"size": 2, "method": "ring"}, 2),
     ("grpo window", 4, {"size": 2}, 3),
     ("rloo", 4, {"size": 2, "method": "ring"}, 2),
+    ("distillation", 4, {"size": 2, "method": "ring"}, 2),
 ]
 
 
 def marked(case):
-    slow = case[0] in ("sft packed wrapped", "sft dft", "dpo ipo", "rloo")  # siblings of a faster case
+    slow = case[0] in ("sft packed wrapped", "sft dft", "dpo ipo", "kto", "rloo")  # siblings of a faster case
     return pytest.param(*case, id=case[0], marks=[pytest.mark.slow] if slow else [])
 
 
