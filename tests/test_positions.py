@@ -62,6 +62,12 @@ CASES = [
     ("trocr", {"use_learned_position_embeddings": False}, partial(dense, ids=ids_with((3,), ()), shifted=False)),
     ("xglm", {"max_position_embeddings": 8}, no_pads),  # its table grows with the length it sees
     ("roformer", {"rotary_value": True}, no_pads),
+    (
+        "xlm",
+        {"causal": False},
+        partial(dense, ids=ids_with((21, 22), ()), shifted=False),
+    ),  # its mask comes from lengths
+    ("xlm", {"causal": True}, partial(dense, ids=ids_with((22,), ()), shifted=False)),
 ]
 
 

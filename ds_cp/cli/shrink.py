@@ -99,6 +99,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True},
     "bert": {"is_decoder": True},
+    "xlm": {"n_words": VOCAB, "emb_dim": HEADS * HEAD_DIM},
     "xlnet": {"d_head": HEAD_DIM},
 }
 # fmt: on

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
-from ds_cp.patches.transformers import indexed, plain, positions
+from ds_cp.patches.transformers import indexed, plain, positions, xlm
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.masks import Foreign
 from ds_cp.region import MaskDescriptor
@@ -140,7 +140,7 @@ FORWARDS: dict[str, Callable] = (
         "Llama4TextAttention": llama4,
     }
 )
-METHODS: dict[str, tuple[str, Callable]] = plain.METHODS
+METHODS: dict[str, tuple[str, Callable]] = plain.METHODS | xlm.METHODS
 """By class: the method that computes attention from q, k and v, and what runs in its place."""
 
 BIAS_HANDLED = frozenset({"mt5", "t5", "umt5"})
@@ -161,7 +161,7 @@ def replaced(kind: type) -> tuple[str, Callable] | None:
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     """Bind the forwards that a decoder's attention modules need, and tell it positions; returns what undoes it."""
-    bound, forget_positions = [], positions.attach(decoder)
+    bound, others = [], (positions.attach(decoder), xlm.attach(decoder))
     for module in decoder.modules():
         found = replaced(type(module))
         if found is not None:
@@ -172,7 +172,8 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     def undo() -> None:
         for module, name in bound:
             module.__dict__.pop(name, None)
-        forget_positions()
+        for forget in others:
+            forget()
 
     return undo
 

@@ -80,7 +80,7 @@ def gpt_neo(original: Callable, self: Any, query, key, value, attention_mask=Non
 
 def openai(original: Callable, self: Any, q, k, v, attention_mask=None, output_attentions=False):
     """OpenAI GPT's Attention._attn, which gets k as [B, H, d, L] and is causal by a table of its own."""
-    mask = _of_running(CAUSAL, self)
+    mask = of_running(CAUSAL, self)
     if mask is None:
         return original(q, k, v, attention_mask, output_attentions)
     rate = self.attn_dropout.p if self.training else 0.0
@@ -130,7 +130,7 @@ def _runs_alone(module: torch.nn.Module, mask: Any) -> bool:
     return not isinstance(mask, MaskDescriptor)
 
 
-def _of_running(rule: Any, module: torch.nn.Module) -> MaskDescriptor | None:
+def of_running(rule: Any, module: torch.nn.Module) -> MaskDescriptor | None:
     """The mask of a layer that gets none, from the region that is open; None outside of one.
 
     Raises:
