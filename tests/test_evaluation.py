@@ -42,6 +42,48 @@ KINDS = {
 }
 
 
+def translator():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(
+        vocab_size=models.VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    ))  # fmt: skip
+
+
+def generated_in_evaluation(folder, ds_config):
+    """What Seq2SeqTrainer's evaluation writes, and its loss, after a step."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    engine.activate()
+    model = translator()
+    args = training.arguments(
+        folder, ds_config, Seq2SeqTrainingArguments, max_steps=1, per_device_eval_batch_size=3, learning_rate=RATE,
+        predict_with_generate=True, generation_max_length=6,
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(
+        model=model, args=args, train_dataset=training.Rows(8), data_collator=training.pad_right,
+        compute_metrics=lambda prediction: {"checksum": float(np.abs(prediction.predictions).sum())},
+    )  # fmt: skip
+    trainer.train()
+    predicted = trainer.predict(training.Rows(7))
+    kept = ("test_loss", "test_checksum")
+    return predicted.predictions.tolist(), predicted.label_ids.tolist(), [predicted.metrics[name] for name in kept]
+
+
+def only_evaluated(folder, ds_config, samples):
+    """An engine that never trains: ZeRO-3 without an optimizer."""
+    from transformers import Trainer
+
+    engine.activate()
+    model = models.build(LLAMA)
+    args = training.arguments(folder, ds_config, per_device_eval_batch_size=3, learning_rate=RATE)
+    trainer = Trainer(model=model, args=args, data_collator=training.pad_right)
+    predicted = trainer.predict(training.Rows(samples))
+    return predicted.predictions, predicted.metrics["test_loss"], _regions_opened(model)
+
+
 def everything(folder, ds_config, kind, samples):
     """Train, evaluate between the steps and train on, predict, generate; all that a user gets back."""
     from transformers import Trainer
@@ -123,11 +165,30 @@ def assert_same(got, want, where=""):
 )
 def test_losses_predictions_and_metrics_equal_a_run_without_the_key(workers, tmp_path, kind, ranks, cp, stage, samples):
     def run(world, key):
-        ds_config = training.json_for(key, stage, optimizer={"type": "SGD", "params": {"lr": RATE}})
-        return workers(world, timeout=110).run(everything, tmp_path, ds_config, kind, samples)
+        return workers(world, timeout=110).run(everything, tmp_path, config_of(key, stage), kind, samples)
 
     want = run(ranks // 2, None)[0][0]
     assert len(want["labels"]) == samples
     for got, regions in run(ranks, cp):
         assert_same(got, want)
         assert regions > 0
+
+
+def config_of(key, stage):
+    return training.json_for(key, stage, optimizer={"type": "SGD", "params": {"lr": RATE}})
+
+
+def test_evaluation_generates_what_it_generates_without_the_key(workers, tmp_path):
+    want = workers(1).run(generated_in_evaluation, tmp_path, config_of(None, 2))[0]
+    for got in workers(2).run(generated_in_evaluation, tmp_path, config_of({"size": 2, "method": "ring"}, 2)):
+        assert_same(got, want)
+
+
+def test_a_model_that_is_never_trained_is_evaluated_sharded(workers, tmp_path):
+    predictions, loss, _ = workers(1).run(only_evaluated, tmp_path, config_of(None, 3), 5)[0]
+    for got, got_loss, regions in workers(2).run(
+        only_evaluated, tmp_path, config_of({"size": 2, "method": "ring"}, 3), 5
+    ):
+        assert regions > 0
+        assert got_loss == pytest.approx(loss, rel=1e-5)
+        assert_same(got, predictions)

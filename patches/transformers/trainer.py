@@ -10,6 +10,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.patches import rollouts
+from ds_cp.patches.accelerate import first_of_each_group
 from ds_cp.patches.deepspeed import active
 from ds_cp.patches.transformers import neftune, smoothing
 
@@ -57,6 +58,7 @@ def _install_trainer() -> None:
     )
     patches.replace(Trainer, "store_flos", _counted_once("total_flos"), "counts each group once")
     patches.replace(Trainer, "_get_train_sampler", _sampler, "samplers that go by rank go by data-parallel rank")
+    patches.replace(Trainer, "evaluation_loop", _gathering, "samples of a group are gathered once")
     patches.replace(Trainer, "evaluate", _evaluating, "steps per second by data-parallel rank")
     patches.replace(Trainer, "predict", _evaluating, "steps per second by data-parallel rank")
     smoothing.install()
@@ -145,6 +147,19 @@ def _evaluating(original: Callable) -> Callable:
             _evaluated.pop()
 
     return method
+
+
+def _gathering(original: Callable) -> Callable:
+    """Seq2SeqTrainer gathers by ``Accelerator.gather``, which knows no groups, unlike ``gather_for_metrics``."""
+
+    @functools.wraps(original)
+    def evaluation_loop(self, *args, **kwargs):
+        size, gather = _size(self), self.gather_function
+        if size > 1 and getattr(gather, "__func__", None) is type(self.accelerator).gather:
+            self.gather_function = lambda data: first_of_each_group(gather(data), size)
+        return original(self, *args, **kwargs)
+
+    return evaluation_loop
 
 
 def _speed(original: Callable) -> Callable:

@@ -34,7 +34,7 @@ def pad_right(rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def arguments(folder, ds_config, **more):
+def arguments(folder, ds_config, kind=None, **more):
     from transformers import TrainingArguments
 
     defaults = dict(
@@ -43,7 +43,7 @@ def arguments(folder, ds_config, **more):
         max_grad_norm=0.0, seed=7, include_num_input_tokens_seen="non_padding", disable_tqdm=True,
         optim="sgd", deepspeed=ds_config,
     )  # fmt: skip
-    return TrainingArguments(**defaults | more)
+    return (kind or TrainingArguments)(**defaults | more)
 
 
 def json_for(cp, stage, **more):
