@@ -127,6 +127,7 @@ def _one_per_group(original: Callable) -> Callable:
         size = cp_size_of_accelerator()
         if size == 1:
             return original(self, input_data, use_gather_object)
+        use_gather_object = use_gather_object or not _all_tensors(input_data)  # as accelerate decides
         if use_gather_object and self.process_index % size:
             input_data = type(input_data)()
         self.gather = lambda data: first_of_each_group(type(self).gather(self, data), size)
@@ -136,6 +137,16 @@ def _one_per_group(original: Callable) -> Callable:
             del self.gather
 
     return gather_for_metrics
+
+
+def _all_tensors(data: Any) -> bool:
+    from accelerate.utils import recursively_apply
+
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def first_of_each_group(gathered: Any, size: int) -> Any:

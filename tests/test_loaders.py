@@ -90,6 +90,23 @@ def test_training_equals_a_run_without_the_key(workers, tmp_path, name):
         assert got["flos"] == want["flos"]
 
 
+def test_a_stream_goes_on_where_its_checkpoint_stopped(workers, tmp_path):
+    """Batches that were trained on are skipped by the dispatching loader of the resumed run as well."""
+
+    def interrupted(key):
+        ds_config = json_for(key, 2)
+        more = dict(data=Stream(40), collator=pad_to_24, max_steps=4, save_strategy="steps", save_steps=2)
+        whole = trained(tmp_path, ds_config, **more)
+        return whole, trained(tmp_path, ds_config, resume=str(tmp_path / "checkpoint-2"), **more)
+
+    want = workers(2, timeout=110).run(lambda: trained(
+        tmp_path, json_for(None, 2), data=Stream(40), collator=pad_to_24, max_steps=4))[0]  # fmt: skip
+    for whole, resumed in workers(4, timeout=110).run(interrupted, RING):
+        assert_same_training(whole, want)
+        for name, weight in want["weights"].items():
+            assert (resumed["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
 ALPHA = 5.0
 
 
