@@ -12,8 +12,8 @@ ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small m2m_100 marian mb
 """Compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
 
 VISION_LANGUAGE = frozenset(
-    "gemma3 internvl llava mistral3 paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_vl "
-    "qwen3_vl_text".split()
+    "gemma3 gemma4 glm4v glm4v_text internvl llava mistral3 paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
+    "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text smolvlm vipllava".split()
 )
 """Models around a text decoder, and text decoders that come only inside of one; compared in
 tests/test_vision_language.py."""

@@ -67,7 +67,36 @@ CONFIGS = {
         text_config=text("qwen3_vl_text", head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True)), **TOKENS,
         vision_config=QWEN_TOWER | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
     )),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", dict(
+        text_config=text("qwen3_vl_moe_text", head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True), num_experts=4,
+                         num_experts_per_tok=2, moe_intermediate_size=32, router_aux_loss_coef=0.5,
+                         output_router_logits=True), **TOKENS,
+        vision_config=QWEN_TOWER | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
+    )),
+    "vipllava": ("VipLlavaForConditionalGeneration", dict(
+        text_config=text("llama", head_dim=8), vision_config=tower("clip_vision_model"), image_token_index=IMAGE,
+        vision_feature_layers=[-1, -2], image_seq_length=16,
+    )),
+    "smolvlm": ("SmolVLMForConditionalGeneration", dict(
+        text_config=text("llama", head_dim=8), vision_config=tower("smolvlm_vision"), image_token_id=IMAGE, scale_factor=2,
+    )),
+    "gemma4": ("Gemma4ForConditionalGeneration", dict(
+        text_config=text("gemma4_text", head_dim=8, global_head_dim=16, num_global_key_value_heads=1,
+                         vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+                         attention_k_eq_v=False, enable_moe_block=False, use_bidirectional_attention="vision",
+                         **WINDOWED | {"initializer_range": 0.1}),
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=4, head_dim=8, patch_size=4, pooling_kernel_size=2, position_embedding_size=64),
+        image_token_id=IMAGE, audio_config=None,
+    )),
+    "glm4v": ("Glm4vForConditionalGeneration", dict(
+        text_config=text("glm4v_text", rope_parameters=MROPE | dict(partial_rotary_factor=1.0)), **TOKENS,
+        vision_config=dict(depth=2, hidden_size=32, num_heads=4, patch_size=4, image_size=32, spatial_merge_size=2,
+                           temporal_patch_size=2, in_channels=3, out_hidden_size=64, intermediate_size=48),
+    )),
 }  # fmt: skip
+BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+"""Types whose images are of any size."""
 TEXT_TYPES = {name: config["text_config"]["model_type"] for name, (_, config) in CONFIGS.items()}
 
 
@@ -75,7 +104,9 @@ def build(name, dtype=torch.float64, attention="eager"):
     class_name, sizes = CONFIGS[name]
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[name](**sizes)
-    model = getattr(transformers, class_name)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = getattr(transformers, class_name)._from_config(
+        config, attn_implementation=attention, experts_implementation="eager", dtype=torch.float32
+    )
     models._make_every_parameter_matter(model)
     return model.to(dtype).train()
 
@@ -86,8 +117,7 @@ def batch(name, kind="images"):
     rows = 1 if kind == "packed" else 2
     ids = ids[:rows]
     spans = [] if kind == "text" else [(0, 5), (0, 24), (rows - 1, 26)][: rows + 1]
-    image_tokens = {"internvl": [4, 4, 4], "qwen2_vl": [8, 4, 16], "qwen2_5_vl": [8, 4, 16], "qwen3_vl": [8, 4, 16]}
-    counts = image_tokens.get(name, [16, 16, 16])[: len(spans)]
+    counts = [8, 4, 16] if name in BY_GRID else [4, 4, 4] if name in ("internvl", "smolvlm") else [16, 16, 16]
     for (row, start), count in zip(spans, counts):
         ids[row, start - 1], ids[row, start + count] = START, END
         ids[row, start : start + count] = IMAGE
@@ -98,6 +128,8 @@ def batch(name, kind="images"):
     if kind == "packed":
         inputs["position_ids"] = torch.cat([torch.arange(23), torch.arange(LENGTH - 23)])[None]
         inputs["labels"][:, 23] = -100
+    if name == "gemma4":
+        inputs["mm_token_type_ids"] = (ids == IMAGE).long()
     if name in ("gemma3", "paligemma"):
         inputs["token_type_ids"] = (ids == IMAGE).long()
     if name == "paligemma":  # 1 is what shall be learnt; what comes before sees both ways
@@ -108,7 +140,7 @@ def batch(name, kind="images"):
 
 def _pixels(name, spans, ids):
     generator = torch.Generator().manual_seed(3)
-    if name.startswith("qwen"):
+    if name in BY_GRID:
         inputs = {"mm_token_type_ids": (ids == IMAGE).int()}
         if not spans:
             return inputs
@@ -118,5 +150,16 @@ def _pixels(name, spans, ids):
         return inputs | {"pixel_values": pixels, "image_grid_thw": grid}
     if not spans:
         return {}
-    inputs = {"pixel_values": torch.randn(len(spans), 3, 16, 16, generator=generator, dtype=torch.float64)}
+    pixels = torch.randn(len(spans), 3, 16, 16, generator=generator, dtype=torch.float64)
+    inputs = {"pixel_values": pixels}
+    if name == "smolvlm":  # images by row; one of zeros is none
+        rows = [[pixels[i] for i, (row, _) in enumerate(spans) if row == b] for b in range(len(ids))]
+        most = max(map(len, rows))
+        inputs["pixel_values"] = torch.stack(
+            [torch.stack(row + [torch.zeros_like(pixels[0])] * (most - len(row))) for row in rows]
+        )
+    if name == "gemma4":  # patches and where they stand
+        where = torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(-1).expand(len(spans), -1, -1)
+        pixels = torch.rand(len(spans), 64, 48, generator=generator, dtype=torch.float64)
+        inputs = {"pixel_values": pixels, "image_position_ids": where}
     return inputs | ({"image_sizes": torch.tensor([[16, 16]] * len(spans))} if name == "mistral3" else {})
