@@ -41,6 +41,12 @@ def flatten(rows):
     return DataCollatorWithFlattening()(rows)
 
 
+def short_of_memory(rows):
+    if len(rows) > 2:
+        raise RuntimeError("CUDA out of memory.")
+    return pad_right(rows)
+
+
 def mean_of_rows(outputs, labels, num_items_in_batch=None):
     """A loss of the user's own: from the logits of the whole sequence."""
     logits = outputs["logits"][:, :-1].float()
@@ -74,6 +80,8 @@ CASES = {
     "smoothed": (4, ULYSSES, 2, dict(label_smoothing_factor=0.2, gradient_accumulation_steps=3)),
     "flattened": (2, RING, 2, dict(data=Dicts(), collator=flatten, auto_find_batch_size=True,
         include_num_input_tokens_seen="all")),
+    "smaller batches": (4, RING, 2, dict(
+        collator=short_of_memory, auto_find_batch_size=True, per_device_train_batch_size=4, per_device_eval_batch_size=2)),
     "compiled": (2, ULYSSES, 2, dict(torch_compile=True, torch_compile_backend="eager")),
 }  # fmt: skip
 
