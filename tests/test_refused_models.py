@@ -14,6 +14,7 @@ MODELS = [
     ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, r'not shared yet in layers.0 \(LlamaDecoderLayer\), of kind "linear_attention"'),
     ({"layerdrop": 0.5}, "layerdrop would drop other layers on each rank"),
+    ({"encoder_layerdrop": 0.5}, "encoder_layerdrop would drop other layers on each rank"),
     ({"model_type": "brand_new"}, 'model type "brand_new" is not in the tested table .*unverified": "allow"'),
 ]  # fmt: skip
 

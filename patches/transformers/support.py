@@ -234,8 +234,9 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "
             "recomputed it would take the length of its own shard, and ranks would rotate differently."
         )
-    if getattr(config, "layerdrop", 0):
-        yield "layerdrop would drop other layers on each rank of a group. Set it to 0."
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            yield f"{name} would drop other layers on each rank of a group. Set it to 0."
     if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in families.BIAS_HANDLED:
         yield (
             "its relative position bias comes from a table that transformers expands to S x S of the tokens it sees: each "

@@ -14,6 +14,9 @@ def build(class_name, model_type, dtype=torch.float64, attention="eager", **over
     """The same weights for the same arguments; in training mode."""
     torch.manual_seed(0)
     config = tiny_config(model_type, **overrides)
+    for name in ("encoder_layerdrop", "decoder_layerdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
     config.pad_token_id = 0  # heads that pool look for the last token that is none
     model = getattr(transformers, class_name)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     models._make_every_parameter_matter(model)
