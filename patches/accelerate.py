@@ -86,7 +86,7 @@ def _one_way_only(original: Callable) -> Callable:
     return get_device_mesh
 
 
-class _Groups:
+class _GroupState:
     """The state of a dispatcher: rank 0 of the world reads for as many receivers as there are groups."""
 
     def __init__(self, state: Any, size: int):
@@ -107,7 +107,7 @@ def _dispatch_by_group(original: Callable) -> Callable:
         size = cp_size_of_accelerator()
         if size == 1:
             return
-        self.state, cut = _Groups(self.state, size), self.slice_fn
+        self.state, cut = _GroupState(self.state, size), self.slice_fn
 
         def slice_fn(batch, part, process_index=None, num_processes=None):
             group = process_index // size

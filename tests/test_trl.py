@@ -90,6 +90,7 @@ KINDS = {
     "sft dft": sft(texts, loss_type="dft"),
     "dpo": ("DPOTrainer", "DPOConfig", preferences, {"max_length": 32}, {}),
     "dpo ipo": ("DPOTrainer", "DPOConfig", preferences, {"loss_type": "ipo", "precompute_ref_log_probs": True}, {}),
+    "dpo lora": ("DPOTrainer", "DPOConfig", preferences, {"max_length": 32}, {"peft_config": "lora"}),
     "kto": ("KTOTrainer", "KTOConfig", judged, {"max_length": 32}, {}),
     "reward": ("RewardTrainer", "RewardConfig", preferences, {"max_length": 32}, {}),
     "grpo": rollouts("GRPO"),
@@ -135,6 +136,10 @@ def trained(folder, ds_config, kind):
     datasets = {"train_dataset": load_from_disk(folder / "train")}
     if rows is not prompts:
         datasets["eval_dataset"] = load_from_disk(folder / "eval")
+    if "peft_config" in more:
+        from peft import LoraConfig
+
+        more = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])}
     if "teacher_model" in more:
         more = {"teacher_model": models.build(ModelSpec("llama", seed=1))}
     trainer = getattr(trl, trainer_name)(model=model, args=args, processing_class=tokenizer(), **datasets, **more)
@@ -157,11 +162,12 @@ CASES = [
     ("sft dft", 2, {"size": 2}, 2),
     ("dpo", 2, {"size": 2, "method": "ring"}, 2),
     ("dpo ipo", 4, {"size": 2}, 2),
+    ("dpo lora", 2, {"size": 2, "method": "ring"}, 3),
     ("kto", 4, {"size": 2, "method": "ring"}, 2),
     ("reward", 4, {"size": 2}, 2),
     ("grpo", 4, {"size": 2, "method": "ring"}, 2),
     ("grpo window", 4, {"size": 2}, 3),
-    ("rloo", 4, {"size": 2, "method": "ring"}, 2),
+    ("rloo", 2, {"size": 2, "method": "ring"}, 2),
     ("distillation", 4, {"size": 2, "method": "ring"}, 2),
 ]
 
