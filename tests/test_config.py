@@ -25,6 +25,8 @@ WRONG = [
     ({"unverified": "yes"}, r'Allowed: "refuse", "allow"'),
     ({"ulysses_size": 1.5}, r'"context_parallel.ulysses_size" is 1.5'),
     ({"recompute_attention": "yes"}, r'"context_parallel.recompute_attention" is "yes". Allowed: false, true'),
+    ({"tiled_loss": "True"}, r'"context_parallel.tiled_loss" is "True". Did you mean "true"\? Allowed: "auto", true, false'),
+    ({"offload_activations": "cpu"}, r'"context_parallel.offload_activations" is "cpu". Allowed: "auto", true, false'),
     ({"size": 3}, r"8 ranks and 3 does not divide 8: .* Legal sizes here: 1, 2, 4, 8\."),
     ({"size": 16}, r"Legal sizes here: 1, 2, 4, 8"),
     ({"size": 8, "ulysses_size": 3}, r'"context_parallel.ulysses_size" is 3, but it must divide .* Legal values here: 1, 2, 4, 8'),
