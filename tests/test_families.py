@@ -88,3 +88,27 @@ def test_a_tiny_model_has_every_kind_of_layer_that_the_type_has():
 def test_every_type_is_what_the_table_says(model_type):
     found = sweep.compared(model_type)
     assert found.verdict == TABLE[model_type][0], found
+
+
+OWN_SOFTMAX = ["xglm", "mvp", "trocr", "rembert", "megatron-bert", "roformer", "gpt_neo", "gpt_neox_japanese", "doge"]
+
+
+def test_a_call_that_fills_a_cache_is_the_models_own(workers):
+    """Attention that is not transformers' interface adds its mask to the scores; outside of a region it must get such one."""
+
+    def differences():
+        import ds_cp
+
+        found = {}
+        ids = torch.randint(5, 100, (2, 21), generator=torch.Generator().manual_seed(4))
+        for model_type in OWN_SOFTMAX:
+            model = families.build(model_type).eval()
+            with torch.no_grad():
+                want = model(input_ids=ids).logits
+                ds_cp.context_parallel(model, {"size": 2, "method": "ring", "unverified": "allow"})
+                got = model(input_ids=ids, use_cache=True).logits
+            assert families.shared_forwards(model) == 0
+            found[model_type] = (got - want).abs().max().item()
+        return found
+
+    assert max(workers(2).run(differences)[0].values()) < 1e-5
