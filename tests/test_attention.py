@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_cp.attention import in_process, kernels
+from ds_cp.attention.kernels import torch_flash
 from ds_cp.attention.merge import merge
 from ds_cp.attention.score import Score
 from ds_cp.attention.sums import plan
@@ -35,6 +36,14 @@ def test_packed_rows_under_every_rule_equal_one_process(ranks, rule, name, kerne
     tensors = inputs(2, 6, 3, 37, 16, 16)
     got, _ = shared_attention(*tensors, documents, RULES[rule], Layout(37, ranks, 1, name), kernel)
     assert_equal(got, one_process(*tensors, documents, RULES[rule]), 1e-10)
+
+
+def test_keys_that_are_laid_together_first_give_the_same_bits(monkeypatch):
+    tensors, layout = inputs(2, 6, 3, 37, 16, 8), Layout(37, 3, 1, "zigzag")
+    want, _ = shared_attention(*tensors, [[17, 20], [37]], Band(9, 0), layout, "torch")
+    monkeypatch.setattr(torch_flash, "MANY_KEYS", 1)
+    got, _ = shared_attention(*tensors, [[17, 20], [37]], Band(9, 0), layout, "torch")
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 @settings(max_examples=60, deadline=None)

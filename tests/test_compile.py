@@ -11,10 +11,15 @@ PACKINGS = [BatchSpec("packed", 1, 53, turn=turn) for turn in range(5)]
 CP2 = {"size": 2, "method": "ring"}
 
 
-def compiled_steps(model_spec, config, batch_specs):
+def compiled_steps(model_spec, config, batch_specs, checkpointing=None):
+    """Per step (loss, gradients, graphs so far, attention calls so far)."""
     from torch._dynamo.utils import counters
 
+    from ds_cp.patches.transformers.border import attachment
+
     model = subject.changed_model(model_spec, config).train()
+    subject.enable_checkpointing(model, checkpointing)
+    calls = attachment(model).mesh.attention_calls
     model.compile(backend="aot_eager")
     results = []
     with torch._dynamo.config.patch(error_on_recompile=False):
@@ -23,8 +28,19 @@ def compiled_steps(model_spec, config, batch_specs):
             loss = model(**batches.make(spec).inputs).loss
             loss.backward()
             frames = counters["stats"]["unique_graphs"]
-            results.append((loss.item(), {n: g.clone() for n, g in oracle.gradients_of(model).items()}, frames))
+            gradients = {n: g.clone() for n, g in oracle.gradients_of(model).items()}
+            results.append((loss.item(), gradients, frames, dict(calls)))
     return results
+
+
+def test_checkpointed_layers_keep_their_attention_when_compiled(workers):
+    spec = ModelSpec("llama")
+    ranks = workers(2).run(compiled_steps, spec, {"size": 2, "method": "ulysses"}, PACKINGS[:2], "non-reentrant")
+    for index, batch in enumerate(PACKINGS[:2]):
+        subject.check([rank[index][:2] for rank in ranks], oracle.truth(spec, batch))
+        for rank in ranks:
+            assert rank[index][2] == rank[0][2], "recompiled"
+            assert rank[index][3] == {"forward": spec.layers * (index + 1), "backward": spec.layers * (index + 1)}
 
 
 @pytest.mark.parametrize("config", [CP2, {"size": 2, "method": "ulysses"}], ids=["ring", "ulysses"])

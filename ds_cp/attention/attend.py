@@ -115,8 +115,8 @@ def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     pieces, queries, _ = plan(exchange.steps, call.kernel, q.device, q.size(0))
     out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if queries.alone else precise, queries.gaps)
     lse = Sum(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
-    for (step, k_rows, v_rows), of_step in zip(exchange.pieces(k, v), pieces):
-        for (work, q_at, k_at), score in _scored(of_step, step, call):
+    for (step, k_rows, v_rows), of_step in zip(exchange.pieces(k, v), pieces):  # rows arrive
+        for (work, q_at, k_at), score in _scored(of_step, step, call):  # tiles of these rows
             part, part_lse = call.kernel.forward(q_at.of(q), k_at.of(k_rows), k_at.of(v_rows), work, score)
             if q_at.first:
                 out.put(q_at, part)
