@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_cp.attention import in_process
+from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
 from ds_cp.attention.kernels import reference
@@ -15,6 +16,7 @@ from ds_cp.attention.terms import Bucketed, Computed, Linear, Whole
 from ds_cp.documents import Documents
 from ds_cp.layout import Layout
 from ds_cp.mask import schedule
+from ds_cp.mesh import Group
 from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band
 from harness.attention import (
     Largest,
@@ -212,12 +214,6 @@ def test_no_kernel_holds_the_scores_of_all_pairs(rule, score, monkeypatch):
     monkeypatch.setattr(reference, "BLOCK", 64)
     length, heads, dim = 640, 2, 8
     q, k, v, grad_out = inputs(1, heads, heads, length, dim, dim)
-    from ds_cp.attention.attend import attend
-    from ds_cp.attention.exchange import PeerExchange
-    from ds_cp.documents import Documents
-    from ds_cp.mask import schedule
-    from ds_cp.mesh import Group
-
     group = Group("alone", (0,), 0, None, 1.0)
     steps = schedule(Documents.find(1, length).segments(rule), Layout(length, 1, 1), 0)
     index = torch.arange(length)
@@ -267,3 +263,40 @@ def test_a_learned_bias_by_distance_and_its_table_equal_the_formulas(ranks, layo
     whole = torch.cat(outs, dim=2).index_select(2, cut.unshard_index)
     assert (whole - want).norm() <= 1e-10 * want.norm()
     assert (sum(gradients) - own.grad).norm() <= 1e-10 * own.grad.norm()
+
+
+class NoValueRead(TorchDispatchMode):
+    """Raises when a tensor's value is turned into a number, for which the host would wait for the device."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket.__name__ not in self.READS, f"{function} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        Score(0.3),
+        Score(0.3, softcap=2.0, sinks=torch.zeros(2)),
+        Score(0.3, dropout=Dropout(0.1, 1 << 40)),
+        Score(0.3, terms=(Linear(torch.ones(2), torch.arange(64)[None]),)),
+        Score(0.3, terms=(Bucketed(torch.ones(9, 2), lambda distance: distance.clamp(-4, 4) + 4),)),
+    ],
+    ids=["plain", "softcap and sinks", "dropout", "ALiBi", "buckets"],
+)
+def test_nothing_in_a_layer_waits_for_the_device(score):
+    q, k, v, grad_out = inputs(1, 2, 2, 64, 8, 8, dtype=torch.float32)
+    steps = schedule(Documents.find(1, 64).segments(Band(20, 0)), Layout(64, 1, 1), 0)
+    group, index = Group("alone", (0,), 0, None, 1.0), torch.arange(64)
+    kernel = kernels.choose("torch", q, v, score)
+    with NoValueRead():
+        out = attend(
+            *(x.requires_grad_() for x in (q, k, v)),
+            lambda word: PeerExchange(group, steps, 1, word),
+            kernel,
+            score,
+            lambda step: (index, index),
+        )
+        out.backward(grad_out)
