@@ -1,7 +1,10 @@
 """A model that would train wrong is refused by name at start, before anything is changed."""
 
+import functools
+
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from harness import models, subject
 from harness.models import ModelSpec
@@ -129,3 +132,32 @@ def test_a_second_key_for_the_same_model_is_refused(workers):
         ds_cp.context_parallel(model, CP2 | {"method": "allgather"})
 
     workers(2).run_expecting_error(twice, "is attached already with another")
+
+
+def test_a_layer_that_cannot_know_its_sequence_when_it_is_recomputed_is_refused(workers):
+    def recomputed():
+        import ds_cp
+        from harness import families
+
+        model = families.build("openai-gpt")
+        ds_cp.context_parallel(model, CP2 | {"unverified": "allow"})
+        block = model.transformer.h[0]
+        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+        ids = torch.full((1, 8), 7)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    workers(2).run_expecting_error(recomputed, "Attention is recomputed in the backward pass")
+
+
+def test_rows_in_which_a_model_would_choose_keys_by_their_bias_are_refused(workers):
+    def long_rows():
+        import ds_cp
+        from ds_cp.cli.shrink import tiny_config
+        from harness import families
+
+        model = families.build("doge", tiny_config("doge", keep_window_size=16))
+        ds_cp.context_parallel(model, CP2 | {"unverified": "allow"})
+        ids = torch.full((1, 17), 7)
+        model(input_ids=ids, labels=ids)
+
+    workers(2).run_expecting_error(long_rows, r"keeps the 16 keys of the largest bias \(keep_window_size\)")
