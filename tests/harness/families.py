@@ -26,6 +26,7 @@ def in_double():
 
 
 METHODS = {2: ("ring", "ulysses"), 4: ("hybrid",)}
+NOTES = {"doge": "; rows longer than keep_window_size are refused"}
 PACKED_REFUSED = "does not pass position_ids on"
 
 
@@ -122,7 +123,7 @@ def outcome(model_type):
             return Outcome(model_type, "refused", _reason(error))
         except Exception as error:
             return Outcome(model_type, "wrong", f"{method}: {_first_line(error)}")
-    return Outcome(model_type, "exact", f"{worst:.0e}{note}")
+    return Outcome(model_type, "exact", f"{worst:.0e}{note}{NOTES.get(model_type, '')}")
 
 
 def _exact_in_double(model, method, batch, error):
