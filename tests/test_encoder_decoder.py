@@ -55,7 +55,7 @@ def embeddings():
 CASES = [
     ("T5ForConditionalGeneration", "t5", pairs(), "ring"),
     ("T5ForConditionalGeneration", "t5", pairs(SOURCE), "ulysses"),
-    ("T5ForConditionalGeneration", "t5", pairs(padded=False), "hybrid"),
+    ("T5ForConditionalGeneration", "t5", pairs(SOURCE, padded=False), "hybrid"),
     ("T5ForConditionalGeneration", "t5", pairs(9), "ring 4"),
     ("T5Model", "t5", hidden(), "ring"),
     ("T5ForQuestionAnswering", "t5", spans(), "contiguous"),
@@ -63,7 +63,7 @@ CASES = [
     ("UMT5ForConditionalGeneration", "umt5", pairs(), "ring 4"),
     ("UMT5ForConditionalGeneration", "umt5", pairs(SOURCE), "ulysses"),
     ("BartForConditionalGeneration", "bart", pairs(), "ring"),
-    ("BartForConditionalGeneration", "bart", pairs(SOURCE), "hybrid"),
+    ("BartForConditionalGeneration", "bart", pairs(SOURCE, padded=False), "hybrid"),
     ("BartForSequenceClassification", "bart", per_row(), "ring"),
     ("BartForQuestionAnswering", "bart", spans(), "ulysses"),
     ("BartModel", "bart", embeddings(), "ring"),
