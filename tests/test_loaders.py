@@ -86,7 +86,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = ("stream, split batches", "dispatched", "compiled")
+SLOW = ("stream, split batches", "dispatched", "smaller batches", "compiled")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
