@@ -94,16 +94,16 @@ def a_document_boundary_inside_a_shard_is_missed(patch):
 
 
 def positions_are_local(patch):
-    from ds_cp.patches.transformers import border
+    from ds_cp.patches.transformers import stacks
 
-    localise = border.batches.localise
+    localise = stacks.batches.localise
 
     def counted_from_zero(region, given, shape):
         local = localise(region, given, shape)
         local["position_ids"] = torch.arange(region.layout.local_len).unsqueeze(0)
         return local
 
-    patch(border.batches, "localise", counted_from_zero)
+    patch(stacks.batches, "localise", counted_from_zero)
 
 
 FAULTS = [
