@@ -103,11 +103,13 @@ class Documents:
 
 
 def _whole_documents(ranges: np.ndarray, batch_start: int, batch_stop: int) -> np.ndarray:
-    """Segments in which every query sees all unmasked tokens of its document."""
+    """Segments in which every query sees all unmasked tokens of its document. Masked tokens before the first document
+    query it too: where a rule looks ahead they see what it holds, as in transformers."""
     start, stop, k_start, k_stop = ranges.T
     shared = np.ones_like(start)
+    first = np.where(start == start[:1], 0, start)
     return np.stack(
-        [batch_start * shared, batch_stop * shared, start, stop, k_start, k_stop, OPEN * shared, OPEN * shared, start],
+        [batch_start * shared, batch_stop * shared, first, stop, k_start, k_stop, OPEN * shared, OPEN * shared, start],
         axis=1,
     )
 

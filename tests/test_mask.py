@@ -20,7 +20,8 @@ def painted(documents: Documents, rule: Rule, length: int) -> np.ndarray:
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     for b, lines in enumerate(documents.ranges):
         for start, stop, k_start, k_stop in lines:
-            inside = (i >= start) & (i < stop) & (j >= k_start) & (j < k_stop)
+            first = 0 if start == lines[0][0] else start  # masked tokens before a row's first document query it
+            inside = (i >= first) & (i < stop) & (j >= k_start) & (j < k_stop)
             seen[b] += inside & (j >= i - rule.left) & (j <= i + rule.right)
     return seen
 

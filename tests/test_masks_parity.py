@@ -333,7 +333,7 @@ def shared_bert(config, inputs):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["right_pad"])
+@pytest.mark.parametrize("kind", ["right_pad", "left_pad"])
 def test_an_encoder_sees_both_ways(workers, way, kind):
     inputs, model = masked_lm(kind), bert(torch.float64)
     with models.TransformersInDouble():
