@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from ds_cp.cli.probes import LiveStorages
-from ds_cp.cli.shape import TrainShape
+from ds_cp.cli.bench.probes import LiveStorages
+from ds_cp.cli.bench.shape import TrainShape
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--vocab", "512"]
 
@@ -25,7 +25,7 @@ def ds_cp(*arguments):
 @pytest.mark.timeout(240)  # two contenders, each in processes that import everything anew
 def test_the_steps_of_contenders_are_measured_side_by_side(tmp_path):
     output = tmp_path / "step.json"
-    text = ds_cp("bench-step", *TINY, "--seq-len", 256, "--rounds", 1, "--intermediate", 128, "--no-checkpointing",
+    text = ds_cp("bench", "step", *TINY, "--seq-len", 256, "--rounds", 1, "--intermediate", 128, "--no-checkpointing",
                  "--contenders", "UlyssesSPAttentionHF,ds_cp ring", "--output", output)  # fmt: skip
     rows = {row["contender"]: row for row in json.loads(output.read_text())["rows"]}
     peer, ring = rows.values()
@@ -40,7 +40,7 @@ def test_the_steps_of_contenders_are_measured_side_by_side(tmp_path):
 @pytest.mark.slow
 def test_scaling_compares_with_the_flops_and_finds_the_longest_row(tmp_path):
     output = tmp_path / "points.json"
-    text = ds_cp("bench-scaling", *TINY, "--lengths", 128, "--ranks", 2, "--within-gib", 1e-3, "--output", output)
+    text = ds_cp("bench", "scaling", *TINY, "--lengths", 128, "--ranks", 2, "--within-gib", 1e-3, "--output", output)
     (point,) = json.loads(output.read_text())["points"]
     assert not point["fits"] and point["model_s"] == point["wall_s"]
     assert "longest row within 0.001 GiB per process: 0 tokens" in text

@@ -104,7 +104,7 @@ def test_a_gradient_that_is_missing_or_wrong_is_an_error():
 
 def test_bench_prints_ratios_and_counts_bytes(tmp_path):
     output = tmp_path / "bench.json"
-    code, text = ds_cp("bench", "--seq-len", "256", "--repeats", "1", "--output", output)
+    code, text = ds_cp("bench", "attention", "--seq-len", "256", "--repeats", "1", "--output", output)
     assert code == 0, text
     rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"one process", "ring", "allgather", "ulysses"}

@@ -7,13 +7,11 @@ def main() -> None:
     """Entry point of the console script."""
     import typer
 
-    from ds_cp.cli import bench, doctor, plan, scaling, step, verify
+    from ds_cp.cli import bench, doctor, plan, verify
 
     app = typer.Typer(help="Context parallelism for DeepSpeed.", no_args_is_help=True, add_completion=False)
     app.command("plan")(plan.plan)
     app.command("verify")(verify.verify)
     app.command("doctor")(doctor.doctor)
-    app.command("bench")(bench.bench)
-    app.command("bench-step")(step.bench_step)
-    app.command("bench-scaling")(scaling.bench_scaling)
+    app.add_typer(bench.app(), name="bench")
     app()

@@ -1,4 +1,4 @@
-"""``ds_cp bench-step``: whole training steps, side by side, each contender in fresh processes."""
+"""``ds_cp bench step``: whole training steps, side by side, each contender in fresh processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ds_cp.cli import contenders
-from ds_cp.cli.contenders import BUILDERS, OTHERS
+from ds_cp.cli.bench import contenders
+from ds_cp.cli.bench.contenders import BUILDERS, OTHERS
+from ds_cp.cli.bench.shape import TrainShape
 from ds_cp.cli.ranks import run_on_ranks
-from ds_cp.cli.shape import TrainShape
 
 DEFAULT = "UlyssesSPAttentionHF,data parallel,ds_cp"
 
@@ -47,7 +47,7 @@ class Measured:
 
 def measure(name: str, shape: TrainShape, steps: int, count_live: bool = True) -> Measured:
     """On a rank of its own process group: train, and say what it took."""
-    from ds_cp.cli import probes
+    from ds_cp.cli.bench import probes
 
     sent = probes.SentForAttention()
     contender = BUILDERS[name](shape)
@@ -116,7 +116,8 @@ def summarise(
 
 
 def _formula(name: str, shape: TrainShape, ranks: int) -> float:
-    """Bytes that a rank sends for attention in one forward and one backward of dense bidirectional attention."""
+    """Bytes that a rank sends for attention in one forward and one backward of dense bidirectional attention. A layer under
+    checkpointing trades heads a third time: for its recomputation, or for what the backward pass then lacks."""
     from ds_cp.config import read
     from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
 
@@ -126,11 +127,11 @@ def _formula(name: str, shape: TrainShape, ranks: int) -> float:
     heads = (shape.heads, shape.kv_heads)
     plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
     forward = exchanged_bytes(plan.ring, plan.ulysses, shape.seq_len // ranks, heads, shape.head_dim, 4)
-    return shape.layers * forward * (3 if plan.ring > 1 else 2)
+    return shape.layers * forward * (3 if plan.ring > 1 or shape.checkpointing else 2)
 
 
-COLUMNS = {
-    "contender": "{}", "wall_s": "{:.2f}", "cpu_s": "{:.2f}", "tokens_per_s": "{:.0f}", "speed_ratio": "{:.2f}",
+FIGURES = {
+    "wall_s": "{:.2f}", "cpu_s": "{:.2f}", "tokens_per_s": "{:.0f}", "speed_ratio": "{:.2f}",
     "peak_mib": "{:.0f}", "peak_ratio": "{:.2f}", "step_mib": "{:.0f}", "live_mib": "{:.1f}", "sent_mib": "{:.1f}",
     "formula_mib": "{:.1f}", "mfu": "{:.3f}", "loss": "{:.5f}",
 }  # fmt: skip
@@ -166,13 +167,14 @@ def bench_step(
     chosen = [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in BUILDERS]:
         raise typer.BadParameter(f"{unknown} not among {', '.join(BUILDERS)}")
-    rows = summarise(rounds_of(chosen, shape, ranks, steps, rounds), shape, ranks, peak_tflops)
+    results = rounds_of(chosen, shape, ranks, steps, rounds)
+    rows = summarise(results, shape, ranks, peak_tflops)
     console = Console()
     table = Table(title=f"{shape}, {ranks} ranks, median of {rounds}", title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column.replace("_", " "), justify="left" if column == "contender" else "right")
-    for row in rows:
-        table.add_row(*("-" if row[name] is None else form.format(row[name]) for name, form in COLUMNS.items()))
+    for column in ("", *results):
+        table.add_column(column, justify="right" if column else "left")
+    for name, form in FIGURES.items():
+        table.add_row(name.replace("_", " "), *("-" if row[name] is None else form.format(row[name]) for row in rows))
     console.print(table)
     if documents > 1 and "UlyssesSPAttentionHF" in chosen:
         console.print(

@@ -1,4 +1,4 @@
-"""``ds_cp bench-scaling``: a step's time over lengths and ranks beside what the FLOPs promise, and the longest row that fits."""
+"""``ds_cp bench scaling``: a step's time over lengths and ranks beside what the FLOPs promise, and the longest row that fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ds_cp.cli.contenders import BUILDERS
+from ds_cp.cli.bench.contenders import BUILDERS
+from ds_cp.cli.bench.shape import TrainShape
+from ds_cp.cli.bench.step import measure
 from ds_cp.cli.ranks import run_on_ranks
-from ds_cp.cli.shape import TrainShape
-from ds_cp.cli.step import measure
 
 LADDER = (1, 1.5)  # 8k, 12k, 16k, 24k, ...
 

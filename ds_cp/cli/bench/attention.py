@@ -1,4 +1,4 @@
-"""``ds_cp bench``: the attention core of each method beside one process on the whole sequence, in one run."""
+"""``ds_cp bench attention``: the attention core of each method beside one process on the whole sequence, in one run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
     full: float
 
 
-def bench(
+def bench_attention(
     ranks: Annotated[int, typer.Option(help="processes, one thread each; not more than cores")] = 2,
     seq_len: Annotated[int, typer.Option(help="tokens")] = 8192,
     query_heads: Annotated[int, typer.Option()] = 8,
@@ -133,9 +133,8 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
     import numpy as np
 
     from ds_cp.attention.score import Score
-    from ds_cp.attention.ulysses import HeadSplit
     from ds_cp.balance import choose
-    from ds_cp.config import read
+    from ds_cp.config import ConfigError, read
     from ds_cp.documents import Documents
     from ds_cp.mesh import Mesh, build
     from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
@@ -144,10 +143,11 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
 
     heads = (shape.query_heads, shape.key_heads)
     positions = np.tile(np.arange(shape.seq_len // shape.documents), shape.documents)[None]
-    for method in ("ring", "allgather", "ulysses"):
-        if method == "ulysses" and HeadSplit.plan(*heads, ranks) is None:
+    for method in ("ring", "allgather", "ulysses", "hybrid"):
+        try:
+            plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
+        except ConfigError:  # these heads do not split so
             continue
-        plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
         mesh = build(plan.ring, plan.ulysses, plan.timeout)
         documents = Documents.find(1, positions.shape[1], positions)
         layout = choose(positions.shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents)

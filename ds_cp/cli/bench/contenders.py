@@ -1,4 +1,4 @@
-"""Who trains in ``ds_cp bench-step``: ds_cp, DeepSpeed's UlyssesSPAttentionHF, data parallelism; others where they run.
+"""Who trains in ``ds_cp bench step``: ds_cp, DeepSpeed's UlyssesSPAttentionHF, data parallelism; others where they run.
 
 Each is an object with ``step()``, which trains one step on rows of S tokens, ``forward(model)``, which only computes the
 loss, and ``rows``, how many rows that are.
@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.cli.shape import TrainShape
+from ds_cp.cli.bench.shape import TrainShape
 
 
 def _model(shape: TrainShape, attention: str) -> Any:
@@ -96,6 +96,44 @@ class UlyssesSP:
         return loss.item()
 
 
+class Ringmaster:
+    """axolotl-ringmaster in a plain DeepSpeed loop: its shards, its attention, each rank's mean of its own tokens."""
+
+    rows = 1
+
+    def __init__(self, shape: TrainShape, backend: str):
+        import deepspeed
+        import ringmaster
+        from ringmaster.shard import shard_batch
+
+        world = torch.distributed.get_world_size()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        zigzag = backend == "ring" and device == "cuda"  # it has no zigzag for CPUs
+        config = ringmaster.RingmasterConfig(
+            size=world,
+            backend=ringmaster.Backend(backend),
+            rotate_method=ringmaster.RotateMethod.ALLTOALL,
+            load_balance=ringmaster.LoadBalance.HEAD_TAIL if zigzag else ringmaster.LoadBalance.NONE,
+        )
+        runtime = ringmaster.setup(config, num_kv_heads=shape.kv_heads, device_type=device, inner_attn="sdpa")
+        model = _model(shape, "sdpa")
+        model.set_attn_implementation(runtime.attn_implementation)
+        self.engine, *_ = deepspeed.initialize(model=model, config=shape.json())
+        batch = {name: value.to(self.engine.device) for name, value in shape.batch().items()}
+        self.batch, _ = shard_batch(batch, cp_rank=torch.distributed.get_rank(), cp_size=world)
+
+    def forward(self, model: Any = None) -> torch.Tensor:
+        return (model or self.engine)(**self.batch).loss
+
+    def step(self) -> float:
+        loss = self.forward()
+        self.engine.backward(loss)
+        self.engine.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        return mean.item() / torch.distributed.get_world_size()
+
+
 BUILDERS: dict[str, Callable[[TrainShape], Any]] = {
     "UlyssesSPAttentionHF": UlyssesSP,
     "data parallel": lambda shape: Plain(shape, None),
@@ -103,11 +141,12 @@ BUILDERS: dict[str, Callable[[TrainShape], Any]] = {
     "ds_cp ulysses": lambda shape: Plain(shape, {"method": "ulysses"}),
     "ds_cp ring": lambda shape: Plain(shape, {"method": "ring"}),
     "ds_cp allgather": lambda shape: Plain(shape, {"method": "allgather"}),
+    "ringmaster ulysses": lambda shape: Ringmaster(shape, "ulysses"),
+    "ringmaster ring": lambda shape: Ringmaster(shape, "ring"),
 }
 """By the name that ``--contenders`` takes."""
 
 OTHERS = {
-    "axolotl-ringmaster": "axolotl_ringmaster",
     "ring-flash-attention": "ring_flash_attn",
     "yunchang": "yunchang",
 }
