@@ -69,7 +69,7 @@ REPORTS = {
     "transformers#47073: shards with few and many valid tokens weigh the same": Parity("ring", 2, UNEVEN),
     "360-LLaMA-Factory#72, #1, verl#2857: the loss depends on accumulation": Elsewhere(
         "test_zero::test_losses_gradients_and_updated_weights_equal_those_of_one_process",
-        "test_trainer::test_logged_losses_tokens_and_weights_equal_a_run_without_the_key",
+        "test_loaders::test_training_equals_a_run_without_the_key",
     ),
     "verl#1136: the normalised mini-batch ignores the groups and halves the gradient": Elsewhere(
         "test_refused_features::test_the_users_batch_size_is_checked_by_groups"
@@ -94,6 +94,13 @@ REPORTS = {
     ),
     "Automodel#587: loss and gradient norm drift over steps": Elsewhere(
         "test_trainer::test_logged_losses_tokens_and_weights_equal_a_run_without_the_key"
+    ),
+    "ms-swift#10185: labels are shifted a second time by the user's own loss": Elsewhere(
+        "test_loaders::test_training_equals_a_run_without_the_key",
+        "test_local_exits::test_losses_outside_of_the_model_train_and_evaluate_as_without_the_key",
+    ),
+    "ms-swift#10035: weights per token are not shared like labels": Elsewhere(
+        "test_probes::test_a_loss_that_the_user_computes_from_the_logits_is_exact"
     ),
     # ---- packing, masks, padding
     "axolotl#2495: documents are not seen by the shared attention": Parity(
@@ -153,6 +160,18 @@ REPORTS = {
     "prime-rl#2418, VeOmni#1085: softcap is refused": Parity("ring", 2, rows(length=53), ModelSpec("gemma2")),
     # ---- positions
     "Seq1F1B#6: every shard counts its positions from 0": Parity("ring", 4, rows(length=64)),
+    "ms-swift#6229, #6243, #6477, #2972, #4277: image tokens are cut before the images are put in": Elsewhere(
+        "test_vision_language::test_loss_outputs_and_gradients_equal_those_of_one_process"
+    ),
+    "ms-swift#4581: packed rows with images lose their loss": Elsewhere(
+        "test_vision_language::test_packed_documents_with_images_equal_each_document_alone"
+    ),
+    "verl#2603, Megatron-LM#1612: positions of three axes are cut along the wrong dim": Elsewhere(
+        "test_vision_language::test_loss_outputs_and_gradients_equal_those_of_one_process"
+    ),
+    "DeepSpeed#8114, twinkle#138, xtuner#1529: recurrent layers restart their state on every rank": Elsewhere(
+        "test_refused_models::test_a_model_that_would_train_wrong_is_named_with_the_reason"
+    ),
     # ---- attention silently not parallel
     "ms-swift#10061: a key without a consumer": Elsewhere("test_config::test_a_wrong_key_says_what_is_wrong_and_what_is_allowed"),
     "axolotl#3173, #3204: an upgrade of transformers breaks the attention": Elsewhere(
@@ -175,10 +194,18 @@ REPORTS = {
         "test_refused_features::test_the_users_batch_size_is_checked_by_groups",
         "test_cli::test_plan_says_what_was_decided_and_why",
     ),
+    "LlamaFactory#10559: ranks of a group read other batches of a stream": Elsewhere(
+        "test_loaders::test_training_equals_a_run_without_the_key",
+        "test_loaders::test_a_stream_goes_on_where_its_checkpoint_stopped",
+    ),
     # ---- hangs
     "ring-attention-pytorch PR#9: lone sends and receives hang": Parity("ring", 3, rows(length=64)),
     "verl#6176, EasyR1#11012: data-parallel workers with unequal numbers of batches": NotOurs(
         "it is the same with and without the key: plain data parallelism over groups; inside a group batches are equal"
+    ),
+    "the tiled MLP of DeepSpeed's tutorial: ranks with fewer tiles stop supplying their ZeRO-3 shards": Elsewhere(
+        "test_tiled_mlp::test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles",
+        "test_tiled_loss::test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles",
     ),
     "pytorch#121386: torch.compile breaks the ring": Elsewhere("test_compile::test_five_packings_are_exact_and_compile_once"),
     # ---- ZeRO, adapters
@@ -187,6 +214,22 @@ REPORTS = {
     ),
     "DeepSpeed#7729, accelerate#3889: a PEFT model is no PreTrainedModel": Elsewhere(
         "test_patches::test_lora_gradients_are_exact_and_the_base_stays_frozen"
+    ),
+    "DeepSpeed#6582: adapters fail under stage 3": Elsewhere(
+        "test_peft::test_gradients_of_adapters_are_exact_and_only_theirs"
+    ),
+    "DeepSpeed#4752, Megatron-DeepSpeed#305: universal checkpoints": Elsewhere(
+        "test_checkpoints::test_a_universal_checkpoint_goes_on_at_another_world_size"
+    ),
+    "transformers#46868, #43517, DeepSpeed#7821: evaluation is whole on every rank, or wants the training's sizes": Elsewhere(
+        "test_evaluation::test_losses_predictions_and_metrics_equal_a_run_without_the_key"
+    ),
+    "ms-swift#4753: metrics see every sample twice": Elsewhere(
+        "test_evaluation::test_losses_predictions_and_metrics_equal_a_run_without_the_key"
+    ),
+    "OpenRLHF#1168: a reward model pools a shard's last token": Elsewhere(
+        "test_other_heads::test_loss_outputs_and_gradients_equal_those_of_one_process",
+        "test_trl::test_logs_and_weights_equal_a_run_without_the_key",
     ),
     "LlamaFactory#10555: sizes that do not divide the world": Elsewhere(
         "test_config::test_a_wrong_key_says_what_is_wrong_and_what_is_allowed"
@@ -213,6 +256,9 @@ REPORTS = {
         "test_kernels::test_this_machine_has_none_of_the_packages_and_the_real_checks_say_so",
     ),
     # ---- speed and memory
+    "ring-flash-attention#23, #49: a rank holds as much as one process": Elsewhere(
+        "test_memory::test_a_rank_of_four_holds_a_quarter"
+    ),
     "ms-swift#5522, prime-rl#2418, maxtext#4687: figures of other projects": NotOurs(
         "they are measurements; docs/performance.md holds ours"
     ),
