@@ -44,7 +44,7 @@ def gradients_of_keys_do_not_come_home(patch):
 
 def labels_shift_after_sharding(patch):
     from ds_cp import loss
-    from ds_cp.patches.transformers import loss as head_loss
+    from ds_cp.patches.transformers.losses import causal_lm as head_loss
 
     patch(head_loss, "shift_left", lambda labels, ignore_index: labels)
     whole = loss.causal_lm_loss

@@ -15,7 +15,7 @@ BATCH = BatchSpec("packed", 3, 53)
 
 def counted(checkpointing):
     """As `subject.loss_and_gradients`, with copies on the way; (shapes that left, how many came back)."""
-    from ds_cp.patches.transformers import offload
+    from ds_cp.patches.transformers.memory import offload
 
     left, back = [], []
 

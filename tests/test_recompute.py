@@ -263,7 +263,7 @@ def test_what_is_kept_is_let_go_when_it_was_used_and_never_kept_without_a_graph(
 
 
 def step_that_counts_what_leaves(config):
-    from ds_cp.patches.transformers import offload
+    from ds_cp.patches.transformers.memory import offload
 
     left = []
 
@@ -287,7 +287,7 @@ def test_what_is_kept_waits_in_host_memory_with_the_layers_inputs(workers, way):
 
 def copied_and_undone(config):
     from ds_cp import patches
-    from ds_cp.patches.transformers import recompute
+    from ds_cp.patches.transformers.memory import recompute
 
     model = subject.changed_model(LLAMA, config).train()
     subject.enable_checkpointing(model, "non-reentrant")

@@ -16,7 +16,7 @@ LONG = BatchSpec("packed", 3, 150)
 
 
 def with_small_tiles(tokens=7, dtype=torch.float32):
-    from ds_cp.patches.transformers import mlp
+    from ds_cp.patches.transformers.memory import mlp
 
     mlp.TILE_BYTES = tokens * MLP * dtype.itemsize
 
@@ -70,7 +70,7 @@ def test_few_tokens_are_not_tiled_unless_asked_for(workers, switch):
 
 def test_auto_tiles_where_the_activation_is_large(workers):
     def large():
-        from ds_cp.patches.transformers import mlp
+        from ds_cp.patches.transformers.memory import mlp
 
         mlp.LARGE = 3 * 75 * MLP * 4 - 1
         return measured(ModelSpec("llama"), RING | {"tiled_mlp": "auto"}, LONG)

@@ -14,19 +14,10 @@ from ds_cp import mesh as meshes
 from ds_cp import patches, planner
 from ds_cp.mesh import Mesh
 from ds_cp.patches import liger, trl
-from ds_cp.patches.transformers import (
-    attention,
-    families,
-    heads,
-    logits,
-    loss,
-    mlp,
-    offload,
-    recompute,
-    rope,
-    stacks,
-    support,
-)
+from ds_cp.patches.transformers import attention, heads, stacks, support
+from ds_cp.patches.transformers.losses import causal_lm, logits
+from ds_cp.patches.transformers.memory import mlp, offload, recompute
+from ds_cp.patches.transformers.models import families, rope
 from ds_cp.patches.transformers.stacks import Stack
 from ds_cp.planner import Plan
 
@@ -96,7 +87,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     handles = [handle for part in parts.items() for handle in stacks.hook(*part, plan, mesh)]
     if head is not decoder:
         handles += heads.hook(head, state.vocab)
-    restore = [trl.attach(head), loss.attach(head), logits.attach(head)]
+    restore = [trl.attach(head), causal_lm.attach(head), logits.attach(head)]
     for module in parts:
         restore += [families.attach(module), rope.attach(module), mlp.attach(module, plan.tiled_mlp)]
         if plan.offload_activations:

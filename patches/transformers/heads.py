@@ -11,7 +11,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.deferred import DeferredLogits
 from ds_cp.patches import trl
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers import loss, smoothing
+from ds_cp.patches.transformers.losses import causal_lm, smoothing
 from ds_cp.region import HeadCall, LocalLogits, pop_head, push_head
 
 LOGITS_LIMIT = 16 << 30
@@ -55,7 +55,7 @@ def _call(head: torch.nn.Module, given: dict[str, Any]) -> HeadCall:
     if given.get("fused_lm_head"):
         return HeadCall(trl.is_fused(head), labels)
     if labels is not None:
-        return HeadCall(loss.keeps_local(head), labels)
+        return HeadCall(causal_lm.keeps_local(head), labels)
     comes_later = smoothing.expects(head)
     return HeadCall(comes_later, None, loss_outside=comes_later)
 

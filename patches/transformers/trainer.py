@@ -12,7 +12,8 @@ from ds_cp import patches
 from ds_cp.patches import rollouts
 from ds_cp.patches.accelerate import first_of_each_group
 from ds_cp.patches.deepspeed import active
-from ds_cp.patches.transformers import neftune, smoothing
+from ds_cp.patches.transformers import neftune
+from ds_cp.patches.transformers.losses import smoothing
 
 
 class _PerGroup:

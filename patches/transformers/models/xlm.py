@@ -9,7 +9,7 @@ import torch
 
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.plain import of_running
+from ds_cp.patches.transformers.models.plain import of_running
 from ds_cp.region import current
 from ds_cp.rules import CAUSAL, EVERYTHING
 

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.kept import Kept
-from ds_cp.patches.transformers import offload
+from ds_cp.patches.transformers.memory import offload
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 

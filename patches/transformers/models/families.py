@@ -15,9 +15,9 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
-from ds_cp.patches.transformers import indexed, plain, positions, xlm
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.masks import Foreign
+from ds_cp.patches.transformers.models import indexed, plain, positions, xlm
 from ds_cp.region import MaskDescriptor
 
 

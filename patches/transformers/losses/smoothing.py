@@ -14,7 +14,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.loss import causal_lm_loss, shift_left
-from ds_cp.patches.transformers import loss
+from ds_cp.patches.transformers.losses import causal_lm
 from ds_cp.region import LocalLogits
 
 _steps: list[tuple[bool, bool]] = []
@@ -23,7 +23,7 @@ _steps: list[tuple[bool, bool]] = []
 
 def expects(head: torch.nn.Module) -> bool:
     """True while a label smoother waits for the logits of a head whose own loss would be the shared one."""
-    return bool(_steps) and _steps[-1][0] and loss.keeps_local(head)
+    return bool(_steps) and _steps[-1][0] and causal_lm.keeps_local(head)
 
 
 def loss_only() -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ds_cp.patches.transformers import families, indexed
+from ds_cp.patches.transformers.models import families, indexed
 
 ATTENTION = re.compile("Attention|MLA")
 RECURRENT = re.compile(

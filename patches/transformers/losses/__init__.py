@@ -1,0 +1,1 @@
+"""Losses that take local tokens, and logits that wait for them."""

@@ -1,0 +1,1 @@
+"""What a layer keeps for its backward pass, and where."""
