@@ -37,7 +37,7 @@ class Documents:
             batch: B.
             seq_len: S.
             positions: [B, S] or [1, S]; a document starts where the position does not go on counting, or, when there
-                is a mask as well, where it restarts.
+                is a mask as well, where it restarts (:func:`_under_a_mask`).
             unmasked: [B, S] bool, False where a token is padding (a key that nobody sees).
             boundaries: ``cu_seqlens``, [n + 1] from 0 to S, over a batch of one row.
             seq_idx: [B, S] or [1, S], a number per document.
@@ -58,10 +58,12 @@ class Documents:
             mask = None if unmasked is None or unmasked[b].all() else unmasked[b]
             runs = np.array([[0, seq_len]]) if mask is None else _runs_of(mask)
             breaks = [_next_unmasked(by_hand, runs)]
-            counted = _rises_by_one if unmasked is None else _rises
-            for numbers, goes_on in ((positions, counted), (seq_idx, _stays)):
-                if numbers is not None:
-                    breaks.append(_breaks(numbers[b if len(numbers) > 1 else 0], goes_on, runs, mask))
+            if positions is not None:
+                row = positions[b if len(positions) > 1 else 0]
+                goes_on = _counts if unmasked is None else _under_a_mask(row[unmasked[b]])
+                breaks.append(_breaks(row, goes_on, runs, mask))
+            if seq_idx is not None:
+                breaks.append(_breaks(seq_idx[b if len(seq_idx) > 1 else 0], np.equal, runs, mask))
             rows.append(_ranges(runs, np.concatenate(breaks), seq_len))
         return Documents(tuple(rows))
 
@@ -126,29 +128,38 @@ def _next_unmasked(positions: np.ndarray, runs: np.ndarray) -> np.ndarray:
     return np.maximum(positions[found], runs[run[found], 0])
 
 
-def _rises_by_one(jump: np.ndarray) -> np.ndarray:
-    return jump == 1
+GoesOn = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Whether a document goes on, given the numbers of neighbouring tokens: (before, after) -> bool."""
 
 
-def _rises(jump: np.ndarray) -> np.ndarray:
-    """With a mask: transformers then looks for no packing at all, so positions may skip ahead; only a restart counts."""
-    return jump >= 1
+def _counts(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """What transformers asks of positions where there is no mask (``masking_utils.find_packed_sequence_indices``)."""
+    return after == before + 1
 
 
-def _stays(jump: np.ndarray) -> np.ndarray:
-    return jump == 0
+def _under_a_mask(positions: np.ndarray) -> GoesOn:
+    """How positions go on where there is a mask: transformers then looks for no packing, so only a restart counts.
+
+    A restart is a drop, or the row's smallest position once more: a document of one token stands before another start.
+    Any other number may repeat or skip ahead, as tokens of an image do. Where all are equal, as in models that use no
+    positions, nothing restarts.
+
+    Args:
+        positions: of a row's unmasked tokens.
+    """
+    start = positions.min() if len(positions) else 0
+    all_equal = bool((positions == start).all())
+    return lambda before, after: (after > before) | ((after == before) & ((after != start) | all_equal))
 
 
-def _breaks(
-    numbers: np.ndarray, goes_on: Callable[[np.ndarray], np.ndarray], runs: np.ndarray, mask: np.ndarray | None
-) -> np.ndarray:
+def _breaks(numbers: np.ndarray, goes_on: GoesOn, runs: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """Unmasked tokens [n] whose number does not go on from that of the unmasked token before."""
-    inside = np.flatnonzero(~goes_on(numbers[1:] - numbers[:-1])) + 1
+    inside = np.flatnonzero(~goes_on(numbers[:-1], numbers[1:])) + 1
     if mask is None:
         return inside
     inside = inside[mask[inside] & mask[inside - 1]]
     before, after = runs[:-1, 1] - 1, runs[1:, 0]
-    return np.concatenate([inside, after[~goes_on(numbers[after] - numbers[before])]])
+    return np.concatenate([inside, after[~goes_on(numbers[before], numbers[after])]])
 
 
 def _ranges(runs: np.ndarray, breaks: np.ndarray, seq_len: int) -> np.ndarray:

@@ -73,6 +73,28 @@ DOCUMENTS = [
         dict(seq_len=4, positions=[[0, 1, 9, 10]], unmasked=[[1, 1, 1, 1]]),
         whole((0, 4)),
     ),
+    (
+        "positions that repeat under a mask, as tokens of an image do",
+        dict(seq_len=8, positions=[[0, 1, 2, 2, 2, 2, 3, 4]], unmasked=[[1] * 8]),
+        whole((0, 8)),
+    ),
+    (
+        "one-token documents under a mask",
+        dict(seq_len=6, positions=[[0, 0, 0, 1, 0, 0]], unmasked=[[1] * 6]),
+        whole((0, 1), (1, 2), (2, 4), (4, 5), (5, 6)),
+    ),
+    (
+        "one-token documents behind the rest of another, under a mask",
+        dict(seq_len=5, positions=[[7, 8, 0, 0, 1]], unmasked=[[1] * 5]),
+        whole((0, 2), (2, 3), (3, 5)),
+    ),
+    (
+        "an image in a packed document",
+        dict(seq_len=8, positions=[[0, 1, 1, 1, 0, 1, 1, 2]], unmasked=[[1] * 8]),
+        whole((0, 4), (4, 8)),
+    ),
+    ("no positions to speak of, under a mask", dict(seq_len=4, positions=[[0, 0, 0, 0]], unmasked=[[1] * 4]), whole((0, 4))),
+    ("the same with padding", dict(seq_len=4, positions=[[0, 0, 0, 1]], unmasked=[[1, 1, 1, 0]]), [(0, 4, 0, 3)]),
     ("right padding", dict(seq_len=5, unmasked=[[1, 1, 1, 0, 0]]), [(0, 5, 0, 3)]),
     ("left padding", dict(seq_len=5, unmasked=[[0, 0, 1, 1, 1]]), [(2, 5, 2, 5)]),
     ("left padding, positions from the mask",
