@@ -70,7 +70,7 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
     Args:
         config: a checked key with an explicit ``size``.
         facts: of the model.
-        node_size: ranks per node; ulysses stays inside a node, because its all-to-all is exposed.
+        node_size: ranks per node; ulysses stays inside a node, because its all-to-all is exposed, so it divides this.
         device: ``"cpu"``, ``"cuda"``, ...
 
     Raises:
@@ -131,7 +131,7 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
             raise ConfigError(_no_split(facts, ulysses, fits))
         return "hybrid", ulysses, "as configured"
     even = [u for u in fits if all(q % u == 0 for q, _ in facts.heads)]
-    near = [u for u in even if u <= node_size]
+    near = [u for u in even if node_size % u == 0]  # others would straddle two nodes
     if asked == "hybrid":
         inner = [u for u in near if 1 < u < size] or [u for u in fits if 1 < u < size]
         if not inner:

@@ -17,8 +17,11 @@ CHOICES = [
     ((32, 8), 8, {"size": 16}, ("hybrid", 2, 8, "zigzag")),
     ((32, 8), 4, {"size": 8}, ("hybrid", 2, 4, "zigzag")),
     ((12, 4), 8, {"size": 8}, ("hybrid", 2, 4, "zigzag")),
+    ((12, 12), 6, {"size": 4}, ("hybrid", 2, 2, "zigzag")),  # ranks 4 to 7 would stand on two nodes
+    ((24, 24), 8, {"size": 12}, ("hybrid", 3, 4, "zigzag")),
     ((9, 3), 8, {"size": 2}, ("ring", 2, 1, "zigzag")),
-    ((9, 3), 8, {"size": 6}, ("hybrid", 2, 3, "zigzag")),
+    ((9, 3), 6, {"size": 6}, ("hybrid", 2, 3, "zigzag")),
+    ((9, 3), 8, {"size": 6}, ("ring", 6, 1, "zigzag")),
     ((7, 7), 8, {"size": 8}, ("ring", 8, 1, "zigzag")),
     ((8, 8), 8, {"size": 4, "method": "ring"}, ("ring", 4, 1, "zigzag")),
     ((8, 8), 8, {"size": 4, "method": "allgather", "layout": "contiguous"}, ("allgather", 4, 1, "contiguous")),
