@@ -5,7 +5,6 @@ Nothing heavy is imported here: this package is loaded by torch's entry point.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Mapping
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def context_parallel(model: "torch.nn.Module", config: Mapping[str, Any]) -> "to
         ds_cp.config.ConfigError: a wrong key, or a model that cannot be shared exactly.
     """
     from ds_cp import config as key
-    from ds_cp.patches.deepspeed import active
+    from ds_cp.patches.groups import active
 
     asked = active(config if key.KEY in config else {key.KEY: config})
     if asked is not None:
@@ -82,12 +81,10 @@ def _data_parallel(source: Any) -> tuple[int, int]:
         if mesh is None:
             raise RuntimeError("no model is attached to ds_cp yet: pass the DeepSpeed config that holds the key")
         return mesh.dp_size, mesh.dp_rank
-    from ds_cp.patches.deepspeed import active, world_size
+    from ds_cp.patches import groups
 
-    asked = active(source)
-    size = asked.size if asked else 1
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
-    return world_size() // size, rank // size
+    size = groups.size_of(source)
+    return groups.count(size), groups.index(size)
 
 
 def _mesh(model: "torch.nn.Module | None") -> Any:

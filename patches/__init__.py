@@ -1,6 +1,7 @@
-"""All that touches other people's code: one file per library. Each patch is small, named, listed and reversible.
+"""All that touches other people's code: a file per library, a folder for transformers.
 
-Nothing is patched until a config with the key ``context_parallel`` is read, except the two places that read configs.
+Each patch is small, named, listed and reversible. Nothing is patched until a config with the key
+``context_parallel`` is read, except the two places that read configs.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable
 
-import torch.distributed
-
 from ds_cp import config as key
 from ds_cp import patches
-from ds_cp.patches.deepspeed import active, refuse_features, world_size
+from ds_cp.patches import groups
+from ds_cp.patches.deepspeed import refuse_features
 
 
 def watch_config() -> None:
@@ -20,14 +19,14 @@ def watch_config() -> None:
         @functools.wraps(original)
         def __init__(self, config_file_or_dict):
             original(self, config_file_or_dict)
-            asked = active(self.config)
+            asked = groups.active(self.config)
             if asked is None:
                 if key.KEY in self.config and not patches.disabled():
-                    key.normalise(self.config, world_size())
+                    key.normalise(self.config, groups.world_size())
                 return
             refuse_features(self.config)
             patches.install()
-            key.normalise(self.config, world_size())
+            key.normalise(self.config, groups.world_size())
             if self.config.get("train_batch_size") == "auto":
                 # whoever fills it multiplies by the world; DeepSpeed itself derives it from the other two, by dp
                 del self.config["train_batch_size"]
@@ -58,11 +57,11 @@ def install() -> None:
 def _by_data_parallel_rank(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
-        size = cp_size_of_accelerator()
+        size = groups.size_of_accelerator()
         if size > 1:
             # torch's numbers: on a CPU without `cpu=True` accelerate takes each rank for the only one
-            num_processes = torch.distributed.get_world_size() // size
-            process_index = torch.distributed.get_rank() // size
+            num_processes = groups.count(size)
+            process_index = groups.index(size)
             _seed_workers_by(dataloader, process_index)
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
@@ -72,7 +71,7 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
 def _one_way_only(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_device_mesh(self, *args, **kwargs):
-        size = cp_size_of_accelerator()
+        size = groups.size_of_accelerator()
         given = {name: getattr(self, name) for name in ("cp_size", "sp_size", "tp_size") if getattr(self, name) > 1}
         if size > 1 and given:
             listed = " and ".join(f"{name} = {value}" for name, value in given.items())
@@ -86,28 +85,15 @@ def _one_way_only(original: Callable) -> Callable:
     return get_device_mesh
 
 
-class _GroupState:
-    """The state of a dispatcher: rank 0 of the world reads for as many receivers as there are groups."""
-
-    def __init__(self, state: Any, size: int):
-        self._state, self._size = state, size
-
-    @property
-    def num_processes(self) -> int:
-        return self._state.num_processes // self._size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-
 def _dispatch_by_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        size = cp_size_of_accelerator()
+        size = groups.size_of_accelerator()
         if size == 1:
             return
-        self.state, cut = _GroupState(self.state, size), self.slice_fn
+        # its rank stays the world's: rank 0 of the world reads, for as many receivers as there are groups
+        self.state, cut = groups.Groups(self.state, size, "num_processes"), self.slice_fn
 
         def slice_fn(batch, part, process_index=None, num_processes=None):
             group = process_index // size
@@ -124,13 +110,13 @@ def _dispatch_by_group(original: Callable) -> Callable:
 def _one_per_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        size = cp_size_of_accelerator()
+        size = groups.size_of_accelerator()
         if size == 1:
             return original(self, input_data, use_gather_object)
         use_gather_object = use_gather_object or not _all_tensors(input_data)  # as accelerate decides
         if use_gather_object and self.process_index % size:
             input_data = type(input_data)()
-        self.gather = lambda data: first_of_each_group(type(self).gather(self, data), size)
+        self.gather = lambda data: groups.first_of_each(type(self).gather(self, data), size)
         try:
             return original(self, input_data, use_gather_object)
         finally:
@@ -149,29 +135,8 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def first_of_each_group(gathered: Any, size: int) -> Any:
-    """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
-    from accelerate.state import PartialState
-    from accelerate.utils import recursively_apply
-
-    world = PartialState().num_processes
-    if world == 1:
-        return gathered  # accelerate gathers from nobody
-    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)
-
-
 def _seed_workers_by(dataloader: Any, dp_rank: int) -> None:
     """Random collators must agree inside a group: Trainer seeds loader workers by world rank."""
     seed = dataloader.worker_init_fn
     if isinstance(seed, functools.partial) and "rank" in seed.keywords:
         dataloader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": dp_rank})
-
-
-def cp_size_of_accelerator() -> int:
-    """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
-    from accelerate.state import AcceleratorState
-
-    state = AcceleratorState()
-    plugin = getattr(state, "deepspeed_plugin", None)
-    asked = active(plugin.deepspeed_config) if plugin is not None else None
-    return asked.size if asked else 1

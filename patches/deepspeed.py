@@ -3,49 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, Callable, Mapping
 
 import torch.distributed
 
 from ds_cp import config as key
 from ds_cp import patches
-
-
-def world_size() -> int:
-    """Ranks of the job, also before the process group exists."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def active(ds_config: Any) -> key.ContextParallelConfig | None:
-    """The checked key of a DeepSpeed config, if it asks for more than one rank per sequence.
-
-    Raises:
-        ConfigError: a wrong key, a size that does not divide the world, or a DeepSpeed feature that would train wrong.
-    """
-    value = key.find(ds_config)
-    if value is None or patches.disabled():
-        return None
-    checked = key.normalise({key.KEY: value}, world_size())
-    if checked is None or checked.size == 1:
-        return None
-    return checked
-
-
-class DataParallelView:
-    """The two answers of an mpu that batch arithmetic and samplers ask for. Never given to an engine: DeepSpeed's
-    stages would disagree about the gradient's divisor."""
-
-    def __init__(self, cp_size: int):
-        self._cp_size = cp_size
-
-    def get_data_parallel_world_size(self) -> int:
-        return world_size() // self._cp_size
-
-    def get_data_parallel_rank(self) -> int:
-        return torch.distributed.get_rank() // self._cp_size
+from ds_cp.patches.groups import DataParallelView, active, world_size
 
 
 def watch_config() -> None:

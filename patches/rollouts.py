@@ -15,7 +15,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.config import ConfigError
-from ds_cp.patches.accelerate import cp_size_of_accelerator, first_of_each_group
+from ds_cp.patches import groups
 
 TRAINERS = {
     "GRPOConfig": ("trl.trainer.grpo_trainer", "GRPOTrainer"),
@@ -70,12 +70,7 @@ def _world_size(original: Callable) -> Callable:
 
     def world_size(self) -> int:
         known = self.generation_batch_size is not None and self.steps_per_generation is not None
-        hf_config = getattr(self, "hf_deepspeed_config", None)
-        if known or hf_config is None:
-            return original(self)
-        from ds_cp.patches.transformers.trainer import cp_size
-
-        return original(self) // cp_size(hf_config.config)
+        return original(self) if known else original(self) // groups.size_of_arguments(self)
 
     return world_size
 
@@ -83,10 +78,10 @@ def _world_size(original: Callable) -> Callable:
 def _seed(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_seed(seed, device_specific=False, **kwargs):
-        size = cp_size_of_accelerator() if device_specific else 1
+        size = groups.size_of_accelerator() if device_specific else 1
         if size == 1:
             return original(seed, device_specific, **kwargs)
-        return original(seed + torch.distributed.get_rank() // size, **kwargs)
+        return original(seed + groups.index(size), **kwargs)
 
     return set_seed
 
@@ -94,8 +89,8 @@ def _seed(original: Callable) -> Callable:
 def _gather(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather(tensor):
-        size = cp_size_of_accelerator()
-        return original(tensor) if size == 1 else first_of_each_group(original(tensor), size)
+        size = groups.size_of_accelerator()
+        return original(tensor) if size == 1 else groups.first_of_each(original(tensor), size)
 
     return gather
 
@@ -103,8 +98,8 @@ def _gather(original: Callable) -> Callable:
 def _gather_object(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_object(value):
-        size = cp_size_of_accelerator()
-        return original(type(value)() if size > 1 and torch.distributed.get_rank() % size else value)
+        size = groups.size_of_accelerator()
+        return original(type(value)() if size > 1 and groups.rank() % size else value)
 
     return gather_object
 
@@ -127,38 +122,13 @@ def _of_first_rank(original: Callable) -> Callable:
     return _generate
 
 
-class _Groups:
-    """An ``Accelerator`` whose processes are the groups."""
-
-    def __init__(self, accelerator: Any, size: int):
-        self._accelerator, self._size = accelerator, size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    @property
-    def num_processes(self) -> int:
-        return self._accelerator.num_processes // self._size
-
-    @property
-    def process_index(self) -> int:
-        return self._accelerator.process_index // self._size
-
-    def gather(self, tensor: Any) -> Any:
-        return first_of_each_group(self._accelerator.gather(tensor), self._size)
-
-    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
-        reduced = self._accelerator.reduce(tensor, reduction, scale)
-        return reduced / self._size if reduction == "sum" else reduced
-
-
 def _with_groups(original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        size, own = cp_size_of_accelerator(), self.accelerator
-        if size == 1 or isinstance(own, _Groups):
+        size, own = groups.size_of_accelerator(), self.accelerator
+        if size == 1 or isinstance(own, groups.Accelerator):
             return original(self, *args, **kwargs)
-        self.accelerator = _Groups(own, size)
+        self.accelerator = groups.Accelerator(own, size)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -9,35 +9,9 @@ from typing import Any, Callable
 import torch
 
 from ds_cp import patches
-from ds_cp.patches import rollouts
-from ds_cp.patches.accelerate import first_of_each_group
-from ds_cp.patches.deepspeed import active
+from ds_cp.patches import groups, rollouts
 from ds_cp.patches.transformers import neftune
 from ds_cp.patches.transformers.losses import smoothing
-
-
-class _PerGroup:
-    """TrainingArguments as seen by batch arithmetic and samplers: the world counts groups, not ranks."""
-
-    def __init__(self, args: Any, cp_size: int):
-        self._args, self._cp_size = args, cp_size
-
-    @property
-    def world_size(self) -> int:
-        return self._args.world_size // self._cp_size
-
-    @property
-    def process_index(self) -> int:
-        return self._args.process_index // self._cp_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._args, name)
-
-
-def cp_size(ds_config: Any) -> int:
-    """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
-    asked = active(ds_config)
-    return asked.size if asked else 1
 
 
 def install() -> None:
@@ -70,10 +44,10 @@ def _install_trainer() -> None:
 def _config_process(original: Callable) -> Callable:
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
-        size = cp_size(self.config)
+        size = groups.size_of(self.config)
         _install_trainer()
         rollouts.install_for(args, size)
-        return original(self, _PerGroup(args, size), *rest, **kwargs)
+        return original(self, groups.of_arguments(args, size), *rest, **kwargs)
 
     return trainer_config_process
 
@@ -125,7 +99,7 @@ def _sampler(original: Callable) -> Callable:
         size, own = _size(self), self.args
         if size == 1:
             return original(self, *args, **kwargs)
-        self.args = _PerGroup(own, size)
+        self.args = groups.of_arguments(own, size)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -157,7 +131,7 @@ def _gathering(original: Callable) -> Callable:
     def evaluation_loop(self, *args, **kwargs):
         size, gather = _size(self), self.gather_function
         if size > 1 and getattr(gather, "__func__", None) is type(self.accelerator).gather:
-            self.gather_function = lambda data: first_of_each_group(gather(data), size)
+            self.gather_function = lambda data: groups.first_of_each(gather(data), size)
         return original(self, *args, **kwargs)
 
     return evaluation_loop
@@ -167,7 +141,7 @@ def _speed(original: Callable) -> Callable:
     @functools.wraps(original)
     def speed_metrics(split, start_time, num_samples=None, num_steps=None, num_tokens=None):
         if _evaluated and num_samples and num_steps and _size(_evaluated[-1]) > 1:
-            args = _PerGroup(_evaluated[-1].args, _size(_evaluated[-1]))
+            args = groups.of_arguments(_evaluated[-1].args, _size(_evaluated[-1]))
             num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
         return original(split, start_time, num_samples, num_steps, num_tokens)
 
@@ -175,5 +149,4 @@ def _speed(original: Callable) -> Callable:
 
 
 def _size(trainer: Any) -> int:
-    hf_config = getattr(trainer.args, "hf_deepspeed_config", None)
-    return cp_size(hf_config.config) if hf_config is not None else 1
+    return groups.size_of_arguments(trainer.args)

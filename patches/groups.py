@@ -1,0 +1,135 @@
+"""The world counts groups: the ranks of a group read one batch, so whoever counts batches must see groups, not ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed
+
+from ds_cp import config as key
+from ds_cp import patches
+
+_checked: dict[tuple[str, int], key.ContextParallelConfig | None] = {}
+"""Keys that were found right, by their text and the world: counters of other libraries ask on every step."""
+
+
+def world_size() -> int:
+    """Ranks of the job, also before the process group exists."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    """This rank in the job, also before the process group exists."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def active(ds_config: Any) -> key.ContextParallelConfig | None:
+    """The checked key of a DeepSpeed config, if it asks for more than one rank per sequence.
+
+    Raises:
+        ConfigError: a wrong key, or a size that does not divide the world.
+    """
+    value = key.find(ds_config)
+    if value is None or patches.disabled():
+        return None
+    asked = repr(value), world_size()
+    if asked not in _checked:
+        _checked[asked] = key.normalise({key.KEY: value}, world_size())
+    found = _checked[asked]
+    return None if found is None or found.size == 1 else found
+
+
+def size_of(ds_config: Any) -> int:
+    """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
+    asked = active(ds_config)
+    return asked.size if asked else 1
+
+
+def size_of_arguments(args: Any) -> int:
+    """Ranks per sequence of TrainingArguments; 1 without a DeepSpeed config."""
+    hf_config = getattr(args, "hf_deepspeed_config", None)
+    return size_of(hf_config.config) if hf_config is not None else 1
+
+
+def size_of_accelerator() -> int:
+    """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
+    from accelerate.state import AcceleratorState
+
+    plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
+    return size_of(plugin.deepspeed_config) if plugin is not None else 1
+
+
+def count(size: int) -> int:
+    """How many groups of ``size`` ranks read different batches."""
+    return world_size() // size
+
+
+def index(size: int) -> int:
+    """Which of the groups this rank belongs to."""
+    return rank() // size
+
+
+class DataParallelView:
+    """The two answers of an mpu that batch arithmetic and samplers ask for. Never left to an engine: DeepSpeed's
+    stages would disagree about the gradient's divisor."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def get_data_parallel_world_size(self) -> int:
+        return count(self._size)
+
+    def get_data_parallel_rank(self) -> int:
+        return index(self._size)
+
+
+class Groups:
+    """Another library's object as seen by what counts batches: its numbers of ranks are numbers of groups.
+
+    Args:
+        whole: the object, TrainingArguments or an accelerator say. Everything else is answered by it.
+        size: ranks of a group.
+        counts: the attributes that count ranks or name one.
+    """
+
+    def __init__(self, whole: Any, size: int, *counts: str):
+        self._whole, self._size, self._counts = whole, size, counts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._whole, name)
+        return found // self._size if name in self._counts else found
+
+
+def of_arguments(args: Any, size: int) -> Groups:
+    """TrainingArguments as seen by batch arithmetic and samplers."""
+    return Groups(args, size, "world_size", "process_index")
+
+
+class Accelerator(Groups):
+    """An ``Accelerator`` whose processes are the groups."""
+
+    def __init__(self, whole: Any, size: int):
+        super().__init__(whole, size, "num_processes", "process_index")
+
+    def gather(self, tensor: Any) -> Any:
+        return first_of_each(self._whole.gather(tensor), self._size)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
+        reduced = self._whole.reduce(tensor, reduction, scale)
+        return reduced / self._size if reduction == "sum" else reduced
+
+
+def first_of_each(gathered: Any, size: int) -> Any:
+    """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
+    from accelerate.state import PartialState
+    from accelerate.utils import recursively_apply
+
+    world = PartialState().num_processes
+    if world == 1:
+        return gathered  # accelerate gathers from nobody
+    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)
