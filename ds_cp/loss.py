@@ -50,6 +50,23 @@ def causal_lm_loss(
             reduction="sum",
             label_smoothing=label_smoothing,
         )
+    return mean_over_group(total, targets, region, num_items, ignore_index)
+
+
+def mean_over_group(
+    total: torch.Tensor,
+    targets: torch.Tensor,
+    region: Region,
+    num_items: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """The sums of the group's ranks over one count, equal on every rank.
+
+    Args:
+        total: scalar, the losses of this rank's tokens.
+        targets: [B, S], whole on every rank.
+        num_items: see :func:`causal_lm_loss`.
+    """
     if num_items is None:
         num_items = (targets != ignore_index).sum().clamp(min=1)
     if isinstance(num_items, torch.Tensor):

@@ -15,8 +15,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.collectives import all_reduce
-from ds_cp.loss import shift_left
+from ds_cp.loss import mean_over_group, shift_left
 from ds_cp.region import current_head
 
 FORWARDS = "liger_kernel.transformers.model."
@@ -61,11 +60,7 @@ def _shared(original: Callable) -> Callable:
         local = call.region.shard(targets.to(hidden_states.device), dim=-1, pad_value=ignore_index)
         hidden_states = hidden_states.contiguous()  # it is viewed as [B * L, hidden]
         total = original(hidden_states, lm_head_weight, None, hidden_size, 1, ignore_index, local, *args, **kwargs)
-        if num_items_in_batch is None:
-            num_items_in_batch = (targets != ignore_index).sum().clamp(min=1)
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return all_reduce(total, call.region.mesh.cp) / num_items_in_batch
+        return mean_over_group(total, targets, call.region, num_items_in_batch, ignore_index)
 
     liger_loss.ds_cp = True
     return liger_loss

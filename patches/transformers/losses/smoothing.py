@@ -52,11 +52,14 @@ def _step(smooths: bool, loss_only: bool) -> Iterator[None]:
         _steps.pop()
 
 
+def _is_known(trainer: Any) -> bool:
+    """Whether a Trainer computes its loss as transformers or TRL wrote it; one of the user's own may do anything."""
+    return type(trainer).compute_loss.__module__ in ("transformers.trainer", "trl.trainer.sft_trainer")
+
+
 def _smooths(trainer: Any) -> bool:
-    """Whether a Trainer's logits go to its label smoother and nowhere else. A compute_loss of the user's own may do
-    anything with them."""
-    known = type(trainer).compute_loss.__module__ in ("transformers.trainer", "trl.trainer.sft_trainer")
-    return known and trainer.label_smoother is not None and trainer.compute_loss_func is None
+    """Whether a Trainer's logits go to its label smoother and nowhere else."""
+    return _is_known(trainer) and trainer.label_smoother is not None and trainer.compute_loss_func is None
 
 
 def _training_step(original: Callable) -> Callable:
@@ -71,8 +74,7 @@ def _training_step(original: Callable) -> Callable:
 def _prediction_step(original: Callable) -> Callable:
     @functools.wraps(original)
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
-        known = type(self).compute_loss.__module__ in ("transformers.trainer", "trl.trainer.sft_trainer")
-        with _step(prediction_loss_only and _smooths(self), prediction_loss_only and known):
+        with _step(prediction_loss_only and _smooths(self), prediction_loss_only and _is_known(self)):
             return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
 
     return prediction_step
