@@ -30,18 +30,28 @@ class DeferredLogits:
         like: torch.Tensor,
         before: "DeferredLogits | None" = None,
         step: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        returned: bool = False,
     ):
         self._projection, self._hidden, self._like = projection, hidden, like
-        self._before, self._step = before, step
+        self._before, self._step, self.returned = before, step, returned
         self._computed: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, projection: torch.nn.Linear, hidden: torch.Tensor) -> "DeferredLogits":
-        """The start: nothing was done to them yet."""
+    def of(
+        cls, projection: torch.nn.Linear, hidden: torch.Tensor, returned: Callable[[torch.Tensor], bool] | None = None
+    ) -> "DeferredLogits":
+        """The start: nothing was done to them yet.
+
+        Args:
+            returned: asked of logits [B, L, V] on no device: will the caller get them? The loss then computes and keeps
+                them. One call of the projection serves both: a second, which only some groups of the world need, would
+                hang under ZeRO-3.
+        """
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         shape = (*hidden.shape[:-1], projection.out_features)
-        return cls(projection, hidden, torch.empty(shape, dtype=dtype, device="meta"))
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return cls(projection, hidden, like, returned=returned is not None and returned(like))
 
     def computed(self) -> torch.Tensor:
         """This rank's logits, [B, L, V], differentiable. Under ZeRO-3 all ranks of the world must come here."""
@@ -53,12 +63,12 @@ class DeferredLogits:
         return self._computed
 
     def cross_entropy(self, targets: torch.Tensor, ignore_index: int, label_smoothing: float = 0.0) -> torch.Tensor:
-        """The sum over this rank's tokens, fp32 or fp64; tile by tile, unless the logits exist already.
+        """The sum over this rank's tokens, fp32 or fp64; tile by tile, unless the logits exist already or are returned.
 
         Args:
             targets: [B, L].
         """
-        steps, earlier, exists = [], self, False
+        steps, earlier, exists = [], self, self.returned
         while earlier is not None:
             exists = exists or earlier._computed is not None
             steps.append(earlier._step)
@@ -122,7 +132,7 @@ class DeferredLogits:
         self.computed()[index] = value
 
     def _then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> "DeferredLogits":
-        return DeferredLogits(self._projection, self._hidden, step(self._like), self, step)
+        return DeferredLogits(self._projection, self._hidden, step(self._like), self, step, self.returned)
 
 
 def _apply(function: Callable, args: tuple, kwargs: dict) -> Any:

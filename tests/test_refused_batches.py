@@ -1,5 +1,7 @@
 """A bad batch, call or layer fails all ranks of a group together, with one sentence."""
 
+import copy
+
 import pytest
 import torch
 
@@ -159,6 +161,12 @@ def logits_of_a_shard(inputs, rank, model):
     model(**inputs).logits.float()
 
 
+def logits_of_a_shard_compared(inputs, rank, model):
+    logits = copy.deepcopy(model(**inputs)["logits"])
+    assert not hasattr(logits, "cpu") and hasattr(logits, "whole") and logits.local.shape[-1] == 128
+    assert logits != 0 or logits == 0
+
+
 BATCHES = [
     (mask_of_a_part, r"attention_mask is a Tensor of shape \(1, 1, 37, 36\): that is not the whole mask of this batch"),
     (integer_mask_of_all_pairs, r"not the whole mask .* or a mask \[1, 1, 37, 37\] of bool or of what is added"),
@@ -177,6 +185,7 @@ BATCHES = [
     (short_labels_on_rank_1, r"labels has shape \(1, 36\).*found on rank 1"),
     (a_list_where_a_tensor_belongs_on_rank_1, "attention_mask is a list.*found on rank 1"),
     (logits_of_a_shard, "logits.float: in training with labels a rank has the logits of its own tokens only"),
+    (logits_of_a_shard_compared, "logits in !=: in training with labels a rank has the logits of its own tokens only"),
     (other_attention, "0 of 2 attention layers went through ds_cp"),
     (layer_that_masks_by_itself, "LlamaAttention got no mask instead of the mask of the shared sequence"),
     (passing(indices=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes indices to its attention, which ds_cp does not"),

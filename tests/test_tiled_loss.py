@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp import tiled
+from ds_cp.agreement import BatchError
 from ds_cp.deferred import DeferredLogits
 from ds_cp.region import LocalLogits
 from harness import batches, engine, models, oracle, subject
@@ -324,14 +325,43 @@ def test_evaluation_with_labels_returns_whole_logits(workers):
 def evaluated_beyond_the_limit():
     from ds_cp.patches.transformers import heads
 
-    heads.LOGITS_LIMIT = 0
-    return evaluated()
+    heads.LOGITS_LIMIT = 1
+    loss, logits, elements = evaluated()
+    assert isinstance(logits, LocalLogits)
+    with pytest.raises(BatchError, match="those of the whole sequence take more than .* prediction_loss_only"):
+        logits.argmax(-1)
+    return loss, "limited", elements
 
 
 def test_evaluation_of_a_loss_alone_holds_no_logits(workers):
     for loss, logits, elements in workers(2).run(evaluated_beyond_the_limit):
         oracle.assert_close_loss(loss, truth(TYPES["llama"], LONG).loss, 1e-6)
-        assert logits is None and elements < 3 * 75 * VOCAB
+        assert logits == "limited" and elements < 3 * 75 * VOCAB
+
+
+def evaluated_by_zero_3(specs, config, limit):
+    """(loss, type of the logits, and those that are whole) of this group's batch."""
+    from ds_cp.patches.transformers import heads
+
+    heads.LOGITS_LIMIT = limit
+    model = engine.initialize(config, models.build(TYPES["llama"]))
+    model.eval()
+    with small_tiles(), torch.no_grad():
+        output = model(**batches.make(specs[subject.data_parallel_rank(2)]).inputs)
+    kind = type(output.logits).__name__
+    return output.loss.item(), kind, output.logits if kind == "Tensor" else None
+
+
+def test_groups_below_and_above_the_limit_gather_weights_alike(workers):
+    specs = [BatchSpec("dense", 1, 37), BatchSpec("packed", 1, 53)]
+    config = engine.json_config(RING, 3, 1, 1, 2)
+    results = workers(4).run(evaluated_by_zero_3, specs, config, 40 * VOCAB * 4)
+    for rank, (loss, kind, logits) in enumerate(results):
+        want = truth(TYPES["llama"], specs[rank // 2])
+        oracle.assert_close_loss(loss, want.loss, 1e-6)
+        assert kind == ("Tensor" if rank < 2 else "LocalLogits")
+        if logits is not None:
+            oracle.assert_close_logits(logits, want.logits[0], 1e-5)
 
 
 # ---- heads that PEFT changed, and autocast -----------------------------------------------------------------

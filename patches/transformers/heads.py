@@ -41,8 +41,10 @@ def _before_head(vocab: int, signature: inspect.Signature):
         everything = not isinstance(keeps, torch.Tensor) and not keeps
         call = _call(head, given) if everything else HeadCall(False, given.get("labels"))
         call.told = batches.facts(given)
+        if not (call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
+            call.limit = LOGITS_LIMIT
         push_head(head, call)
-        generating = given.get("use_cache") or given.get("cache") is not None
+        generating = given.get("use_cache") or batches.cache_of(given) is not None
         if everything and not call.keeps_local and not generating and "logits_to_keep" in signature.parameters:
             _refuse_huge_logits(vocab, *batches.shape_of(given))
 
@@ -80,21 +82,27 @@ def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
             f"{type(head).__name__} kept its hidden states local for a loss that it then did not call; what it returned "
             "belongs to one shard only."
         )
-    out_of_reach = call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())
-    return _with_logits(output, call, out_of_reach)
+    return _with_logits(output, call)
 
 
-def _with_logits(output: Any, call: HeadCall, out_of_reach: bool) -> Any:
+def _with_logits(output: Any, call: HeadCall) -> Any:
     """The head's output with logits that nobody can mistake for whole ones: gathered, or out of reach where a known
-    loss has them or will have them."""
+    loss has them or will have them, and where there are too many."""
 
     def honest(logits: torch.Tensor | DeferredLogits | None) -> Any:
-        if logits is None or out_of_reach:
-            return None if logits is None else LocalLogits(logits, call.region)
-        small = logits.size(0) * call.region.layout.seq_len * logits.size(-1) * 4 <= LOGITS_LIMIT
-        if not small:
+        if logits is None:
             return None
-        return call.region.gather(logits.computed() if isinstance(logits, DeferredLogits) else logits)
+        if isinstance(logits, DeferredLogits):
+            # the loss has computed those that are returned: to call the projection here, in some groups of the world
+            # only, would hang under ZeRO-3
+            return (
+                call.region.gather(logits.computed())
+                if logits.returned
+                else LocalLogits(logits, call.region, call.limit)
+            )
+        return (
+            call.region.gather(logits) if call.returns_whole(logits) else LocalLogits(logits, call.region, call.limit)
+        )
 
     index = 0 if call.loss_outside else 1  # (loss, logits, ...), or no loss
     if isinstance(output, tuple):

@@ -51,5 +51,5 @@ def _forward(self: nn.Linear, hidden: torch.Tensor, work: Callable | None = None
         return work(hidden, self.weight, self.bias)
     call = current_head()
     if call is not None and call.defers(hidden):
-        return DeferredLogits.of(self, hidden)
+        return DeferredLogits.of(self, hidden, call.returns_whole)
     return type(self).forward(self, hidden)
