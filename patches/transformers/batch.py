@@ -101,6 +101,11 @@ def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
     return tokens.shape[0], tokens.shape[1]
 
 
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache that the caller handed over, by whichever name the model takes it."""
+    return given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+
+
 def mask_of(given: Mapping[str, Any]) -> Any:
     """The attention mask as the caller gave it, also where the model has made masks of it already, one per kind of layer."""
     mask = given.get("attention_mask")

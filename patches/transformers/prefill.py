@@ -61,7 +61,7 @@ class Filling(DynamicCache):
 def empty_cache(module: torch.nn.Module, given: Mapping[str, Any]) -> DynamicCache | None:
     """The cache to fill, where a call with a cache is a prefill that can be shared; None where it runs whole."""
     mask = batches.mask_of(given)
-    cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    cache = batches.cache_of(given)
     if torch.is_grad_enabled() or given.get(batches.FOREIGN[0]) is not None:
         return None
     if batches.shape_of(given)[1] < SHORTEST or not (

@@ -71,7 +71,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
         fills_cache = given.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
         cache, mode = None, int(call.keeps_local)
-        if given.get("cache") is not None or given.get("past_key_values") is not None or fills_cache:
+        if batches.cache_of(given) is not None or fills_cache:
             cache, mode = prefill.empty_cache(module, given), WITH_CACHE
             if cache is None:
                 if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
