@@ -1,14 +1,19 @@
-"""A group agrees on each batch before any work is done: a bad batch on one rank fails all ranks, with one message."""
+"""The world agrees on a plan before there is any group, and a group on each batch before any work is done: what is wrong
+on one rank fails all of them, with one message."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Sequence
 
 import numpy as np
 import torch
 
+from ds_cp import mesh
+from ds_cp.config import KEY, ConfigError
 from ds_cp.mesh import Group
+from ds_cp.planner import Plan
 
 MODES = ("without labels", "with labels", "with a cache")
 """What a call is: hidden states are gathered, stay local for a loss, or go with a cache."""
@@ -50,6 +55,40 @@ def agree(control: Group, error: str | None, facts: tuple[int, int, int], digest
             "group must read the same batch: shard the data by data-parallel rank, for example "
             "DistributedSampler(dataset, num_replicas=ds_cp.dp_size(), rank=ds_cp.dp_rank()), and seed random collators "
             "by data-parallel rank too."
+        )
+
+
+def agree_on_plan(plan: Plan | str, timeout: float) -> None:
+    """Compare the plans of all ranks of the world, before any group is made.
+
+    Args:
+        plan: of this rank, or the sentence that says why it has none.
+        timeout: seconds.
+
+    Raises:
+        ConfigError: on every rank, if any rank has no plan or the plans differ.
+        GroupError: a rank did not come in time.
+    """
+    facts = {} if isinstance(plan, str) else {name: value for name, value in vars(plan).items() if name != "reasons"}
+    told = mesh.of_all_ranks(json.dumps([plan if isinstance(plan, str) else None, facts]), timeout)
+    records = [json.loads(record) for record in told]
+    problems = [problem for problem, _ in records]
+    if any(problems):
+        rank = next(rank for rank, problem in enumerate(problems) if problem)
+        raise ConfigError(problems[rank] + ("" if all(problems) else f" (found on rank {rank}, raised on all)"))
+    differs = [name for name in facts if any(other[name] != records[0][1][name] for _, other in records)]
+    if differs:
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, other) in enumerate(records):
+            ranks.setdefault(", ".join(f"{name} {other[name]}" for name in differs), []).append(rank)
+        listed = "; ".join(
+            f"rank {some[0]}" + (f" and {len(some) - 1} more" if some[1:] else "") + f": {decided}"
+            for decided, some in ranks.items()
+        )
+        raise ConfigError(
+            f"the ranks decided differently how to share the model ({listed}): their groups would not fit together, and all "
+            f"would wait for ever. Give every node the same DeepSpeed JSON; where nodes have different numbers of devices, set "
+            f'"{KEY}.method" and "{KEY}.ulysses_size" instead of "auto". Nothing was started.'
         )
 
 

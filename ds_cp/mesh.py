@@ -8,6 +8,7 @@ sees plain data parallelism over the whole world.
 from __future__ import annotations
 
 import atexit
+import itertools
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 import torch.distributed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d
 
 
 class GroupError(RuntimeError):
@@ -185,6 +187,31 @@ class Mesh:
 
 
 _meshes: dict[tuple, Mesh] = {}
+_exchanges = itertools.count()
+
+
+def of_all_ranks(value: str, timeout: float) -> list[str]:
+    """A short text of every rank of the world, before there is any group: through the store that ranks met in.
+
+    No collective is used: a rank that does not come would leave the others in one that nobody can name.
+
+    Raises:
+        GroupError: a rank did not come in time; names it.
+    """
+    ranks = [str(rank) for rank in range(dist.get_world_size())]
+    store = torch.distributed.PrefixStore(f"ds_cp/{next(_exchanges)}", distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), value)
+    try:
+        store.wait(ranks, timedelta(seconds=timeout))
+    except RuntimeError as error:  # what a store raises depends on its kind
+        silent = ", ".join(rank for rank in ranks if not store.check([rank])) or "some"
+        raise GroupError(
+            f'rank {dist.get_rank()} waited {timeout:g} s ("context_parallel.timeout") for rank {silent} to share the same '
+            "model: without them nothing can be shared. Look for the first error there, and for what differs on their node: "
+            "another DeepSpeed JSON, or DS_CP_DISABLE. A slow start needs a larger timeout. Nothing was started."
+        ) from error
+    values = store.multi_get(ranks) if store.has_extended_api() else [store.get(rank) for rank in ranks]
+    return [value.decode() for value in values]
 
 
 def build(ring: int, ulysses: int, timeout: float) -> Mesh:

@@ -1,9 +1,17 @@
 """Every "auto", decided: methods by heads and node, layouts, and the formulas for bytes."""
 
+import os
+import time
+
 import pytest
+import torch
 
 from ds_cp.config import ConfigError, read
+from ds_cp.mesh import GroupError
 from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
+from harness import subject
+from harness.models import ModelSpec
+from harness.workers import workers
 
 
 def plan(query_heads, key_heads, node=8, **value):
@@ -61,3 +69,36 @@ def test_bytes_are_the_published_formulas():
     assert few == 7 / 8 * item * local * dim * (64 + 2 * size)  # two key heads repeated to one per rank
     both = exchanged_bytes(2, 4, local, heads, dim, item)
     assert both == 3 / 4 * item * local * dim * 80 + 1 * 2 * (4 * local) * 2 * dim * item
+
+
+def one_asks_for(*by_rank, local_sizes=()):
+    rank = torch.distributed.get_rank()
+    if local_sizes:
+        os.environ["LOCAL_SIZE"] = str(local_sizes[rank])
+    if by_rank[rank] is not None:
+        subject.changed_model(ModelSpec("llama"), by_rank[rank])
+
+
+RING, ULYSSES = ({"size": 2, "method": method, "timeout": 20} for method in ("ring", "ulysses"))
+DISAGREE = {
+    "another JSON on a node": ((RING, ULYSSES), {}, r"\(rank 0: ring 2, ulysses 1, .*; rank 1: ring 1, ulysses 2, .*\)"),
+    "nodes of other sizes": (({"size": 4},) * 4, {"local_sizes": (4, 4, 2, 2)},
+                             r'rank 0 and 1 more: ring 1.*; rank 2 and 1 more: ring 2.*set "context_parallel.method"'),
+    "a kernel that one cannot run": ((RING, RING | {"kernel": "flash_attention_2"}), {}, r'"context_parallel.kernel".*found on rank 1'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_ranks_that_decide_differently_all_say_so_before_any_group_is_made(name):
+    by_rank, nodes, message = DISAGREE[name]
+    workers(len(by_rank)).run_expecting_error(one_asks_for, message, *by_rank, **nodes)
+
+
+def test_a_rank_that_does_not_attach_is_named():
+    def waits():
+        if torch.distributed.get_rank() == 1:
+            return time.sleep(3)
+        with pytest.raises(GroupError, match="waited 1 s .* for rank 1 to share the same model.*DS_CP_DISABLE"):
+            one_asks_for(RING | {"timeout": 1}, None)
+
+    workers(2).run(waits)

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp import config as key
 from ds_cp import mesh as meshes
 from ds_cp import patches, planner
+from ds_cp.agreement import agree_on_plan
 from ds_cp.mesh import Mesh
 from ds_cp.patches import liger, trl
 from ds_cp.patches.transformers import attention, heads, stacks, support
@@ -53,7 +54,8 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
         asked: the checked key with an explicit size above 1.
 
     Raises:
-        ConfigError: the model cannot be shared exactly, or is attached with another key.
+        ConfigError: the model cannot be shared exactly, or is attached with another key, or ranks disagree on the plan.
+        GroupError: a rank does not attach the model.
     """
     head = support.find_model(model)
     support.refuse_adapters(model)
@@ -62,7 +64,12 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     device = get_accelerator().device_name()
     facts = support.examine(head, decoder, asked.unverified)
     node = _ranks_per_node(device)
-    plan = planner.resolve(asked, facts, node, device)
+    try:
+        plan = planner.resolve(asked, facts, node, device)
+    except key.ConfigError as problem:
+        if torch.distributed.is_initialized():
+            agree_on_plan(str(problem), asked.timeout)  # it may be the affair of one node
+        raise
     if decoder in _attached:
         if _attached[decoder].plan != plan:
             raise key.ConfigError(
@@ -76,6 +83,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             "Copy a model before it is attached. Nothing was changed."
         )
     parts = stacks.of(head)
+    agree_on_plan(plan, plan.timeout)
     mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
     state = Attachment(plan, mesh, list(parts.values()), getattr(config, "vocab_size", 0))
     patches.install()
@@ -124,5 +132,7 @@ def attachment(model: torch.nn.Module) -> Attachment | None:
 def _ranks_per_node(device: str) -> int:
     # LOCAL_SIZE is the DeepSpeed launcher's; accelerate on CPU sets LOCAL_WORLD_SIZE to 1 whatever runs
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or (
-        torch.distributed.get_world_size() if device == "cpu" else get_accelerator().device_count()
+        torch.distributed.get_world_size()
+        if device == "cpu"
+        else min(get_accelerator().device_count(), torch.distributed.get_world_size())
     )
