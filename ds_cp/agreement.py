@@ -92,10 +92,13 @@ def agree_on_plan(plan: Plan | str, timeout: float) -> None:
         )
 
 
-def digest_of(tensors: Sequence[torch.Tensor | None]) -> int:
-    """A 62-bit digest of the contents of integer tensors (ids, positions, masks, labels)."""
+def digest_of(values: Sequence[torch.Tensor | np.ndarray | None]) -> int:
+    """A 62-bit digest of the contents of integer tensors and arrays (ids, positions, masks, labels, documents)."""
     state = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_floating_point():
-            state.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes())
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value = None if value.is_floating_point() else value.detach().cpu().numpy()
+        if value is not None:
+            state.update(repr(value.shape).encode())  # or rows of other lengths could make up the same bytes
+            state.update(np.ascontiguousarray(value).tobytes())
     return int.from_bytes(state.digest(), "little") >> 2

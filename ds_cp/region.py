@@ -175,6 +175,7 @@ class HeadCall:
         keeps_local: its loss is known and takes local logits, so hidden states may stay local; that loss owns shifting
             and sharding of the labels.
         labels: for the digest of the batch.
+        input_ids: the same; the decoder may get embeddings instead.
         told: arguments about documents and positions that the caller gave to the head.
         region: set by the decoder that left its hidden states local.
         consumed: set by the loss.
@@ -184,6 +185,7 @@ class HeadCall:
 
     keeps_local: bool = False
     labels: torch.Tensor | None = None
+    input_ids: torch.Tensor | None = None
     told: frozenset[str] = frozenset()
     region: Region | None = None
     consumed: bool = False

@@ -215,6 +215,30 @@ def test_contents_are_compared_on_every_step_when_asked(workers):
     workers(2).run(second_step_differs, "first_step")
 
 
+def test_an_evaluation_does_not_spend_the_comparison_of_training(workers):
+    def trained_after_an_evaluation():
+        model = subject.changed_model(LLAMA, CP2).eval()
+        inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+        with torch.no_grad():
+            model(**inputs)
+        tokens = inputs["input_ids"].roll(torch.distributed.get_rank())
+        model.train()(**{**inputs, "input_ids": tokens})
+
+    workers(2).run_expecting_error(trained_after_an_evaluation, "different batches in forward 1")
+
+
+def test_documents_are_compared_on_every_step(workers):
+    def packed_in_another_way():
+        model = subject.changed_model(LLAMA, CP2).train()
+        inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+        model(**inputs)
+        border = 20 + torch.distributed.get_rank()
+        positions = torch.cat([torch.arange(border), torch.arange(37 - border)])[None]
+        model(input_ids=inputs["input_ids"], labels=inputs["labels"], position_ids=positions)
+
+    workers(2).run_expecting_error(packed_in_another_way, "different batches in forward 1")
+
+
 def test_whole_logits_for_an_unknown_loss_have_a_limit(workers):
     def without_labels():
         from ds_cp.patches.transformers import heads

@@ -118,3 +118,20 @@ def test_every_type_that_start_up_lets_through_is_compared_here():
     from ds_cp.patches.transformers import verified
 
     assert verified.VISION_LANGUAGE <= {name for name, *_ in CASES} | set(vision.TEXT_TYPES.values())
+
+
+@pytest.mark.parametrize("name, fact", [("llava", "input_ids"), ("gemma3", "token_type_ids")])
+def test_ids_behind_embeddings_and_what_early_masks_hold_are_compared(workers, name, fact):
+    """The decoder gets neither: embeddings, and masks that were made of the types."""
+
+    def one_value_differs():
+        import ds_cp
+
+        model, inputs = vision.build(name, torch.float32), vision.batch(name)
+        ds_cp.context_parallel(model, RING | {"timeout": 5})
+        inputs = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
+        changed = inputs[fact].clone()
+        changed[1, 1] += torch.distributed.get_rank()
+        model(**inputs | {fact: changed})
+
+    workers(2).run_expecting_error(one_value_differs, "got different batches in forward 0")

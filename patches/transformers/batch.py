@@ -10,7 +10,7 @@ import torch
 from ds_cp.agreement import BatchError
 from ds_cp.documents import Documents
 from ds_cp.patches.transformers import masks
-from ds_cp.region import MaskDescriptor, Region
+from ds_cp.region import HeadCall, MaskDescriptor, Region
 
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
@@ -72,11 +72,16 @@ def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: i
         )
 
 
-def contents(given: Mapping[str, Any], labels: torch.Tensor | None) -> list[torch.Tensor]:
-    """What must be equal on all ranks of a group: every integer of the batch. Embeddings are not compared: floats may
-    differ by rounding where they were computed."""
-    named_tensors = [value for name, value in sorted(given.items()) if isinstance(value, torch.Tensor)]
-    return named_tensors + ([] if labels is None else [labels])
+def contents(given: Mapping[str, Any], call: HeadCall) -> list[torch.Tensor]:
+    """What must be equal on all ranks of a group: every integer of the batch, in masks that the model makes early too.
+    Embeddings are not compared, for floats may differ by rounding where they were computed; the ids that the head made
+    them from are."""
+    found: list[torch.Tensor] = []
+    for _, value in sorted(given.items()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        masks.each(value, lambda mask: found.extend(mask.tensors()))
+    return found + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
 
 
 def refuse_lost_facts(told: frozenset[str], given: Mapping[str, Any]) -> None:

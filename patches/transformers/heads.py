@@ -40,7 +40,7 @@ def _before_head(vocab: int, signature: inspect.Signature):
         keeps = given.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
         call = _call(head, given) if everything else HeadCall(False, given.get("labels"))
-        call.told = batches.facts(given)
+        call.told, call.input_ids = batches.facts(given), given.get("input_ids")
         if not (call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
             call.limit = LOGITS_LIMIT
         push_head(head, call)

@@ -55,6 +55,11 @@ class Deferred:
         """The 2-D mask [B, S], if there is one."""
         return self.arguments.get("attention_mask")
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it knows of the batch: the padding and what its function looks up."""
+        given = [value for value in self.arguments.values() if isinstance(value, torch.Tensor)]
+        return given + _tensors_of(self.arguments["mask_function"])
+
     def bind(self, region: Region) -> MaskDescriptor:
         """The descriptor for a region that holds the same tokens."""
         return describe(
@@ -226,6 +231,15 @@ def _maker(function: FunctionType) -> str:
 def _held(function: FunctionType) -> dict[str, Any]:
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return dict(zip(function.__code__.co_freevars, cells))
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a function's closure, and in the functions and sequences inside."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, FunctionType):
+        return _tensors_of([cell.cell_contents for cell in value.__closure__ or ()])
+    return [tensor for item in value for tensor in _tensors_of(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _reads_its_arguments(function: FunctionType) -> bool:

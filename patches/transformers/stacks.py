@@ -7,7 +7,7 @@ each. What a stack returns is whole again, so that whatever follows it (a head, 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Mapping
 
 import torch
@@ -32,12 +32,15 @@ class Stack:
         rules: how many layers have which rule, for balance.
         feeds_head: whether the head's loss takes what this stack returns, so that it may stay local.
         forwards: regions opened so far.
+        compared: the kinds of forwards whose batches were compared: (trains, a place in ``MODES``). An evaluation or a
+            warm-up says nothing of the batches that are trained on.
     """
 
     layers: int
     rules: Mapping[Rule, int]
     feeds_head: bool
     forwards: int = 0
+    compared: set[tuple[bool, int]] = field(default_factory=set)
 
 
 def of(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
@@ -99,19 +102,24 @@ def _open(
 ) -> Region:
     """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
     error, documents, shape, digest = None, None, (0, 0), 0
+    kind = (module.training and torch.is_grad_enabled(), mode)
+    first = kind not in stack.compared
     try:
         shape = batches.shape_of(given)
         support.refuse_call(module, given, call)
         batches.check_shapes(given, call.labels if call.keeps_local else None, *shape)
         batches.refuse_lost_facts(call.told, given)
         documents = batches.documents(given, *shape)
-        if plan.checks == "every_step" or (plan.checks == "first_step" and stack.forwards == 0):
-            digest = digest_of(batches.contents(given, call.labels))
+        if plan.checks != "off":
+            contents = batches.contents(given, call) if plan.checks == "every_step" or first else []
+            # layout and schedule come from the documents, and these are on the host: they are compared on each step
+            digest = digest_of([*documents.ranges, *contents])
     except (BatchError, ValueError) as problem:
         error = str(problem)
     except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
         error = f"{type(problem).__name__} while the batch was read: {problem}"
     agree(mesh.control, error, (*shape, mode), digest, stack.forwards)
+    stack.compared.add(kind)
     assert documents is not None
     layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, stack.rules)
     return Region(plan, mesh, layout, documents, whole_mask=batches.whole_mask(given, *shape))
