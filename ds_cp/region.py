@@ -9,6 +9,8 @@ token stands, what the other ranks have. Attention gets it through the mask desc
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
@@ -41,7 +43,8 @@ class Region:
         layout: which token is where.
         documents: which tokens belong together.
         whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
-        mask: what the model made for all layers before its decoder ran.
+        made: rule and terms of the mask that the model made for all layers before its decoder ran. Not the descriptor,
+            which holds the region: a cycle would keep whole masks until Python looks for cycles.
         foreign: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
         last_position: the largest position of the whole batch, a tensor without dims.
         attended: the attention modules that came through here, by id: their order.
@@ -53,7 +56,7 @@ class Region:
     layout: Layout
     documents: Documents
     whole_mask: torch.Tensor | None = None
-    mask: "MaskDescriptor | None" = None
+    made: "tuple[Rule, tuple[Term, ...]] | None" = None
     foreign: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)
@@ -275,29 +278,58 @@ class LocalLogits:
 
 
 @dataclass(eq=False)
-class _Open:
+class _Running:
+    """A head or a stack that runs.
+
+    Attributes:
+        owner: its module.
+        depth, thread: how deep in Python's stack its hook ran, and of which thread.
+        region: what a stack has opened, if anything.
+        rng: of the region.
+        call: what a head wants; None for a stack.
+    """
+
     owner: object
-    region: Region | None
+    depth: int
+    thread: int
+    region: Region | None = None
     rng: ForkedRng | None = None
+    call: HeadCall | None = None
 
 
-_open: list[_Open] = []
-_heads: list[tuple[object, HeadCall]] = []
+_running: list[_Running] = []
+
+
+def _starts(owner: object) -> _Running:
+    """A head or stack on top of those that run. Closes first what was interrupted, for torch runs no hook then.
+
+    A module does not run inside itself, and what runs inside another is deeper in Python's stack: an entry of this owner,
+    or one that is not above this call, was left by KeyboardInterrupt or the like, and so were those around it.
+    """
+    frame, depth, thread = sys._getframe(1), 0, threading.get_ident()
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    if any(each.owner is owner or (each.thread == thread and each.depth >= depth) for each in _running):
+        while _running:
+            if (rng := _running.pop().rng) is not None:
+                rng.give_up()
+    return _Running(owner, depth, thread)
 
 
 def enter(owner: object, region: Region | None) -> None:
     """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
-    rng = ForkedRng(region.mesh.cp.rank) if region else None
-    if region and rng:
-        region.random = rng.outside
-    _open.append(_Open(owner, region, rng))
+    top = _starts(owner)
+    if region:
+        top.region, top.rng = region, ForkedRng(region.mesh.cp.rank)
+        region.random = top.rng.outside
+    _running.append(top)
 
 
 def leave(owner: object) -> Region | None:
     """Close what ``owner`` opened, if it did, and return its region."""
-    if not _open or _open[-1].owner is not owner:
+    if not _running or _running[-1].owner is not owner:
         return None
-    top = _open.pop()
+    top = _running.pop()
     if top.rng:
         top.rng.close(drawn=top.region._agreed is not None)
     return top.region
@@ -305,24 +337,26 @@ def leave(owner: object) -> Region | None:
 
 def current() -> Region | None:
     """The region whose model part is running in this process, if any."""
-    return _open[-1].region if _open else None
+    return next((each.region for each in reversed(_running) if each.call is None), None)
 
 
 def is_running() -> bool:
     """Whether a part of a model that may be shared is running, shared or not."""
-    return bool(_open)
+    return any(each.call is None for each in _running)
 
 
 def push_head(owner: object, call: HeadCall) -> None:
     """The head ``owner`` starts."""
-    _heads.append((owner, call))
+    top = _starts(owner)
+    top.call = call
+    _running.append(top)
 
 
 def pop_head(owner: object) -> HeadCall | None:
     """The head ``owner`` has ended; None if it failed before it started."""
-    return _heads.pop()[1] if _heads and _heads[-1][0] is owner else None
+    return _running.pop().call if _running and _running[-1].owner is owner else None
 
 
 def current_head() -> HeadCall | None:
     """The innermost running head."""
-    return _heads[-1][1] if _heads else None
+    return next((each.call for each in reversed(_running) if each.call is not None), None)

@@ -17,7 +17,8 @@ class ForkedRng:
         seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
         self.outside = int.from_bytes(seed.digest(), "little")
         seed.update(rank.to_bytes(4, "little"))
-        torch.manual_seed(int.from_bytes(seed.digest(), "little"))
+        self._seed = int.from_bytes(seed.digest(), "little")
+        torch.manual_seed(self._seed)
         self._inside = _rng_state()
 
     def close(self, drawn: bool = False) -> None:
@@ -29,6 +30,11 @@ class ForkedRng:
         if drawn:
             for device in {"cpu", get_accelerator().current_device_name()}:
                 torch.rand(1, device=device)
+
+    def give_up(self) -> None:
+        """The region was interrupted, and nobody closed it: go back, unless somebody has seeded anew since."""
+        if torch.initial_seed() == self._seed:
+            self.close(drawn=True)  # ranks were interrupted at different points
 
 
 def _rng_state() -> tuple[torch.Tensor, ...]:
