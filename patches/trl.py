@@ -7,6 +7,7 @@ it is one that leaves the hidden states local and has TRL's own function score t
 from __future__ import annotations
 
 import functools
+import weakref
 from types import MethodType, SimpleNamespace
 from typing import Any, Callable
 
@@ -27,10 +28,11 @@ def attach(head: torch.nn.Module) -> Callable[[], None]:
         return lambda: None
     fused = functools.wraps(before.__func__)(functools.partial(_forward, before.__func__))
     head.forward = MethodType(fused, head)
+    alive = weakref.ref(head)
 
     def undo() -> None:
-        if getattr(vars(head).get("forward"), "__func__", None) is fused:
-            head.forward = before
+        if (model := alive()) is not None and is_fused(model):
+            model.forward = MethodType(vars(model)["forward"].__func__.args[0], model)
 
     return undo
 

@@ -1,5 +1,8 @@
 """Patches are listed and undone; engines and forwards do not see each other; without the key nothing changes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -34,6 +37,37 @@ def fingerprint():
 
 def changed(before, after):
     return sorted(name for name in before.keys() | after.keys() if before.get(name) is not after.get(name))
+
+
+def test_an_attached_model_goes_when_nobody_holds_it(workers):
+    def come_and_go():
+        import ds_cp
+        from ds_cp import patches
+
+        def attached(config):
+            model = type(base)(config)
+            ds_cp.context_parallel(model, RING)
+            model(**batches.make(DENSE).inputs).loss.backward()
+            return model
+
+        def listed():
+            return sum(patch.target.startswith("model ") for patch in patches.installed())
+
+        base = models.build(LLAMA)
+        config = base.config  # as a search over hyperparameters shares it between its models
+        first, second = attached(config), attached(config)
+        alive = [[weakref.ref(module) for module in model.modules()] for model in (first, second)]
+        del first
+        gc.collect()
+        assert not any(part() for part in alive[0]) and listed() == 1
+        assert config._attn_implementation == "ds_cp"  # the second's
+        second(**batches.make(DENSE).inputs).loss.backward()
+        del second
+        gc.collect()
+        assert not any(part() for part in alive[1]) and listed() == 0
+        return config._attn_implementation
+
+    assert workers(2).run(come_and_go) == ["sdpa"] * 2
 
 
 def test_every_patch_is_listed_and_restore_undoes_all_of_them(workers):

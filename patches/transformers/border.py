@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -31,6 +32,7 @@ class Attachment:
     mesh: Mesh
     stacks: list[Stack]
     vocab: int
+    implementations: list[tuple[Any, str]]  # what each config's attention was before
 
     @property
     def layers(self) -> int:
@@ -85,11 +87,12 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     parts = stacks.of(head)
     agree_on_plan(plan, plan.timeout)
     mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
-    state = Attachment(plan, mesh, list(parts.values()), getattr(config, "vocab_size", 0))
     patches.install()
     liger.install()
     configs = {id(each): each for each in (config, *(module.config for module in parts))}.values()
-    before = [(each, each._attn_implementation) for each in configs]
+    known = {id(each): name for other in _attached.values() for each, name in other.implementations}
+    before = [(each, known.get(id(each), each._attn_implementation)) for each in configs]
+    state = Attachment(plan, mesh, list(parts.values()), getattr(config, "vocab_size", 0), before)
     for each in configs:
         each._attn_implementation = attention.NAME
     handles = [handle for part in parts.items() for handle in stacks.hook(*part, plan, mesh)]
@@ -105,18 +108,20 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     _attached[decoder] = state
     alive = weakref.ref(decoder)
 
-    def undo() -> None:
+    def undo() -> None:  # holds neither head nor decoder, so that a model that nobody else holds goes
+        if alive() is not None:
+            _attached.pop(alive(), None)
         for handle in handles:
             handle.remove()
         for put_back in restore:
             put_back()
+        shared = {id(each) for other in _attached.values() for each, _ in other.implementations}
         for each, name in before:
-            if each._attn_implementation == attention.NAME:
+            if each._attn_implementation == attention.NAME and id(each) not in shared:
                 each._attn_implementation = name
-        if alive() is not None:
-            _attached.pop(alive(), None)
 
-    patches.record(patches.Patch(f"model {facts.name}", "its decoder runs on this rank's tokens", undo))
+    patch = patches.record(patches.Patch(f"model {facts.name}", "its decoder runs on this rank's tokens", undo))
+    weakref.finalize(decoder, patches.remove, patch).atexit = False
     if torch.distributed.get_rank() == 0:
         from ds_cp.report import print_start
 

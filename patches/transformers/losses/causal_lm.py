@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from typing import Any, Callable
 
 import torch
@@ -24,10 +25,11 @@ def attach(head: torch.nn.Module) -> Callable[[], None]:
     if not _calls_loss_function(head) or head.loss_function is not ForCausalLMLoss or hasattr(head, "_loss_function"):
         return lambda: None
     head.loss_function = shared_loss
+    alive = weakref.ref(head)
 
     def undo() -> None:
-        if head.__dict__.get("_loss_function") is shared_loss:
-            del head._loss_function
+        if getattr(alive(), "_loss_function", None) is shared_loss:
+            del alive()._loss_function
 
     return undo
 
