@@ -1,11 +1,14 @@
 """Positions that a model counts by itself: counted on the whole batch, whatever shard a rank holds."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
 import torch
 
+from ds_cp.agreement import BatchError
 from ds_cp.cli import compare
 from ds_cp.cli.shrink import VOCAB, tiny_config
 from harness import families
@@ -87,3 +90,22 @@ def test_a_rank_uses_the_positions_of_the_whole_batch(workers, model_type, overr
 
     error, tolerance, shared_forwards = workers(2).run(compared)[0]
     assert error <= tolerance and shared_forwards == 1
+
+
+def test_a_refused_batch_leaves_nothing_behind(workers):
+    def refused_then_good():
+        import ds_cp
+
+        model = families.build("xlm", tiny_config("xlm"))
+        ds_cp.context_parallel(model, {"size": 2, "method": "ring", "unverified": "allow"})
+        mask = torch.ones(1, 23, dtype=torch.long)
+        alive = weakref.ref(mask)
+        try:
+            model(input_ids=ids_with(()), attention_mask=mask, output_attentions=True)
+        except BatchError:
+            del mask
+        model(input_ids=ids_with(()))
+        gc.collect()
+        return alive() is None
+
+    assert workers(2).run(refused_then_good) == [True, True]

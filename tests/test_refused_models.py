@@ -1,6 +1,7 @@
 """A model that would train wrong is refused by name at start, before anything is changed."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,23 @@ def test_a_model_without_a_transformers_model_inside_is_refused(workers):
         ds_cp.context_parallel(torch.nn.Sequential(torch.nn.Linear(2, 2)), CP2)
 
     workers(2).run_expecting_error(plain, "shares the sequences of transformers models, but Sequential holds none")
+
+
+def test_a_second_model_beside_the_first_is_pointed_out(workers):
+    def distilled():
+        import ds_cp
+
+        with pytest.warns(
+            UserWarning, match="ModuleList holds several models; only the first, LlamaForCausalLM, .*"
+        ) as told:
+            ds_cp.context_parallel(torch.nn.ModuleList([models.build(LLAMA), models.build(LLAMA)]), CP2)
+        assert sum("several models" in str(each.message) for each in told) == 1
+        assert "LlamaForCausalLM runs on whole rows" in str(told[0].message)  # without the decoder inside of it
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ds_cp.context_parallel(torch.nn.ModuleList([models.build(LLAMA)]), CP2)
+
+    workers(2).run(distilled)
 
 
 def test_a_copy_of_an_attached_model_is_refused(workers):

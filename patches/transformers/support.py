@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, Iterator, Mapping
@@ -38,18 +39,35 @@ SPARSE_KEYS = ("index_topk", "index_topk_blocks")
 
 
 def find_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers such as PEFT's.
+    """The transformers model inside wrappers such as PEFT's: the first, with a warning, where there are several.
 
     Raises:
         ConfigError: there is none.
     """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if found:
+        _warn_of_others(model, found)
+        return found[0]
     raise ConfigError(
         f'"{KEY}" shares the sequences of transformers models, but {type(model).__name__} holds none: its attention would '
         "see its own shard only. Take the key out, or wrap a PreTrainedModel. Nothing was started."
     )
+
+
+def _warn_of_others(model: torch.nn.Module, found: list[PreTrainedModel]) -> None:
+    first, seen, apart = found[0], {*found[0].modules()}, []
+    for other in found[1:]:
+        inside = {*other.modules()}
+        if other not in seen and first not in inside:
+            apart.append(type(other).__name__)
+        seen |= inside
+    if apart:
+        warnings.warn(
+            f"{type(model).__name__} holds several models; only the first, {type(first).__name__}, shares its sequences. "
+            f"{layers.listed(apart)} runs on whole rows on every rank: exactly, but in all their memory. Let your wrapper "
+            "hold the model that trains on long rows first, or attach the other by itself with ds_cp.context_parallel.",
+            stacklevel=4,
+        )
 
 
 def find_decoder(head: PreTrainedModel) -> PreTrainedModel:

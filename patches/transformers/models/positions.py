@@ -90,10 +90,10 @@ def _tell(module: torch.nn.Module, calls: list[Given]) -> list:
     def tell(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         region = current()
         if region is None:
-            shapes.append(None)
+            shapes[:] = [None]
             return None
         positions = _local(region, _counted(calls[-1], by_mask))
-        shapes.append(positions.shape if positions.size(0) > 1 else None)
+        shapes[:] = [positions.shape if positions.size(0) > 1 else None]  # not a push: the module may fail
         return args, kwargs | {"position_ids": positions.flatten()}
 
     def by_rows(_: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
