@@ -2,10 +2,15 @@
 
 import base64
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from ds_cp.config import ConfigError, find, normalise, read
+from ds_cp.config import ConfigError, ContextParallelConfig, find, normalise, read
+from ds_cp.patches.deepspeed import refuse_features
+
+ROOT = Path(__file__).parents[1]
 
 WRONG = [
     # (value of the key, what the message must say)
@@ -75,3 +80,30 @@ def test_the_key_is_found_in_every_form_that_deepspeed_reads(tmp_path):
         assert find(form) == {"size": 2}
     for form in (None, 3, "no/such/file.json", {}, base64.urlsafe_b64encode(b"nothing").decode()):
         assert find(form) is None
+
+
+EXAMPLES = sorted((ROOT / "example_configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_an_example_config_is_accepted(path):
+    ds_config = json.loads(path.read_text())
+    asked = dict(ds_config["context_parallel"])
+    assert normalise(ds_config, asked["size"]).size > 1
+    assert ds_config["context_parallel"].items() >= asked.items()
+    refuse_features(ds_config)
+
+
+def test_the_readme_lists_each_example_and_each_name_of_the_key_with_its_default():
+    readme = (ROOT / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+\.json)` \|", readme, re.MULTILINE)) == [path.name for path in EXAMPLES]
+    told = dict(
+        re.findall(
+            r"^\| `(\w+)` \| (?:seconds, )?`?([^`,|]+?)`?(?:,[^|]*)? \|", _section(readme, "### The key"), re.MULTILINE
+        )
+    )
+    assert {name: json.loads(text) for name, text in told.items()} == ContextParallelConfig().model_dump()
+
+
+def _section(text, title):
+    return text.split(f"\n{title}\n")[1].split("\n### ")[0]
