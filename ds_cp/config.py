@@ -21,7 +21,7 @@ Switch = Literal["auto", True, False]
 
 
 class ConfigError(ValueError):
-    """A wrong ``context_parallel`` key; raised before any process group is made."""
+    """A wrong ``context_parallel`` key; raised before ds_cp makes a group."""
 
 
 class ContextParallelConfig(BaseModel):
