@@ -95,6 +95,14 @@ class Documents:
                 before += k_stop - k_start
         return rank
 
+    def unmasked(self, seq_len: int) -> np.ndarray:
+        """Which tokens are no padding, bool [B, S]."""
+        unmasked = np.zeros((len(self.ranges), seq_len), dtype=bool)
+        for b, lines in enumerate(self.ranges):
+            for _, _, k_start, k_stop in lines.tolist():
+                unmasked[b, k_start:k_stop] = True
+        return unmasked
+
     def origin(self, seq_len: int) -> np.ndarray:
         """Where each token's document starts, int64 [B, S]; 0 before the first one."""
         origin = np.zeros((len(self.ranges), seq_len), dtype=np.int64)

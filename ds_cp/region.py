@@ -13,7 +13,9 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from typing import Callable
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -76,8 +78,20 @@ class Region:
     @cached_property
     def positions(self) -> torch.Tensor:
         """Where each token stands inside its document, [B, S] int64."""
-        ranks = torch.from_numpy(self.documents.rank_in_document(self.layout.seq_len))
-        return ranks.to(get_accelerator().current_device_name())
+        return self._on_device(self.documents.rank_in_document)
+
+    @cached_property
+    def origin(self) -> torch.Tensor:
+        """Where each token's document starts, [B, S] int64."""
+        return self._on_device(self.documents.origin)
+
+    @cached_property
+    def unmasked(self) -> torch.Tensor:
+        """Which tokens are no padding, [B, S] bool."""
+        return self._on_device(self.documents.unmasked)
+
+    def _on_device(self, per_token: Callable[[int], np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(per_token(self.layout.seq_len)).to(get_accelerator().current_device_name())
 
     def seed(self, layer: int) -> int:
         """For random numbers that all ranks of the group must draw alike, 63 bits; other groups draw others."""

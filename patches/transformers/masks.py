@@ -185,8 +185,7 @@ def _by_index(function: FunctionType, region: Region) -> Computed:
             "transformers asks it for the index inside a document, so it would look at another document's tokens. "
             "Train without packing, or use transformers' blockwise_overlay."
         )
-    origin = torch.from_numpy(region.documents.origin(region.layout.seq_len)).to(region.positions.device)
-    return Computed(function, origin if packed else torch.zeros_like(origin))
+    return Computed(function, region.origin if packed else torch.zeros_like(region.origin))
 
 
 def _globalised(function: FunctionType, region: Region, gathered: list[torch.Tensor]) -> FunctionType:

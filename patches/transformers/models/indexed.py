@@ -71,17 +71,10 @@ def hide(mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, 
 
 def _visible(region: Region, part: slice) -> torch.Tensor:
     """Which keys some of this rank's queries may see: bool [B, m, S]; causal, inside their document, no padding."""
-    seq_len = region.layout.seq_len
-    device = region.positions.device
-    everyone = torch.arange(seq_len, device=device).unsqueeze(0)
-    origin = torch.from_numpy(region.documents.origin(seq_len)).to(device)
-    real = torch.zeros_like(origin, dtype=torch.bool)
-    for row, lines in zip(real, region.documents.ranges):
-        for _, _, start, stop in lines.tolist():
-            row[start:stop] = True
+    everyone = torch.arange(region.layout.seq_len, device=region.origin.device).unsqueeze(0)
     mine = region.shard(everyone)[:, part]
-    same = region.shard(origin)[:, part, None] == origin[:, None, :]
-    return same & (everyone[:, None, :] <= mine[..., None]) & real[:, None, :]
+    same = region.shard(region.origin)[:, part, None] == region.origin[:, None, :]
+    return same & (everyone[:, None, :] <= mine[..., None]) & region.unmasked[:, None, :]
 
 
 FORWARDS: dict[str, Callable] = dict.fromkeys(INDEXERS, choose)
