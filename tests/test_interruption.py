@@ -1,4 +1,4 @@
-"""What a forward leaves behind: nothing, neither when it ends nor when the user interrupts it."""
+"""What a forward leaves behind: nothing, neither when it ends nor when the user interrupts it; nor does an attachment that failed."""
 
 import gc
 import weakref
@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from harness import batches, oracle, subject, vision
+from harness import batches, models, oracle, subject, vision
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
 from harness.oracle import truth
@@ -57,7 +57,7 @@ def test_after_an_interruption_everything_is_as_before(workers, frames):
     assert results[0][2] == results[1][2]
 
 
-@pytest.mark.parametrize("name", ["llama", "llava"])  # llava makes its mask before its decoder runs
+@pytest.mark.parametrize("name", ["llama", "paligemma"])  # paligemma makes its mask before its decoder runs
 def test_a_forward_that_is_over_leaves_no_cycle(workers, name):
     def leaves():
         import ds_cp
@@ -77,3 +77,31 @@ def test_a_forward_that_is_over_leaves_no_cycle(workers, name):
         return [region() is None for region in regions]
 
     assert workers(2).run(leaves) == [[True], [True]]
+
+
+def test_a_failed_attachment_is_undone(workers):
+    def attached_at_the_second_attempt():
+        import ds_cp
+        from ds_cp import patches
+        from ds_cp.patches.transformers.memory import mlp
+
+        def fail(*args):
+            raise ValueError("this model is no good")
+
+        model = models.build(LLAMA).train()
+        attach, mlp.attach = mlp.attach, fail
+        with pytest.raises(ValueError, match="no good"):
+            ds_cp.context_parallel(model, RING)
+        mlp.attach = attach
+        changed = [name for name, module in model.named_modules() if "forward" in vars(module) or module._forward_hooks]
+        listed = [patch.target for patch in patches.installed() if patch.target.startswith("model ")]
+        left = changed, listed, model.config._attn_implementation
+        ds_cp.context_parallel(model, RING)
+        loss = model(**batches.make(DENSE).inputs).loss
+        loss.backward()
+        return (loss.item(), oracle.gradients_of(model)), left
+
+    before = models.build(LLAMA).config._attn_implementation
+    results = workers(2).run(attached_at_the_second_attempt)
+    assert all(left == ([], [], before) for _, left in results)
+    subject.check([result for result, _ in results], truth(LLAMA, DENSE))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Callable, Iterator
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedModel
 
 from ds_cp import config as key
 from ds_cp import mesh as meshes
@@ -93,33 +96,12 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     known = {id(each): name for other in _attached.values() for each, name in other.implementations}
     before = [(each, known.get(id(each), each._attn_implementation)) for each in configs]
     state = Attachment(plan, mesh, list(parts.values()), getattr(config, "vocab_size", 0), before)
-    for each in configs:
-        each._attn_implementation = attention.NAME
-    handles = [handle for part in parts.items() for handle in stacks.hook(*part, plan, mesh)]
-    if head is not decoder:
-        handles += heads.hook(head, state.vocab)
-    restore = [trl.attach(head), causal_lm.attach(head), logits.attach(head)]
-    for module in parts:
-        restore += [families.attach(module), rope.attach(module), mlp.attach(module, plan.tiled_mlp)]
-        if plan.offload_activations:
-            restore.append(offload.attach(module))
-        if not plan.recompute_attention:
-            restore.append(recompute.attach(module, plan.offload_activations))
-    _attached[decoder] = state
-    alive = weakref.ref(decoder)
-
-    def undo() -> None:  # holds neither head nor decoder, so that a model that nobody else holds goes
-        if alive() is not None:
-            _attached.pop(alive(), None)
-        for handle in handles:
-            handle.remove()
-        for put_back in restore:
-            put_back()
-        shared = {id(each) for other in _attached.values() for each, _ in other.implementations}
-        for each, name in before:
-            if each._attn_implementation == attention.NAME and id(each) not in shared:
-                each._attn_implementation = name
-
+    with ExitStack() as done:  # if a change fails, those before it are undone
+        for put_back in _changes(head, parts, state):
+            done.callback(put_back)
+        _attached[decoder] = state
+        done.callback(_forget, weakref.ref(decoder))
+        undo = done.pop_all().close  # newest first
     patch = patches.record(patches.Patch(f"model {facts.name}", "its decoder runs on this rank's tokens", undo))
     weakref.finalize(decoder, patches.remove, patch).atexit = False
     if torch.distributed.get_rank() == 0:
@@ -127,6 +109,39 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
 
         print_start(plan, state.mesh, facts, state.layers)
     return state
+
+
+def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: Attachment) -> Iterator[Callable]:
+    """Change the model, one thing after the other; each yields what undoes it, which holds neither head nor decoder, so
+    that a model that nobody else holds goes."""
+    yield partial(_restore_names, state.implementations)
+    for each, _ in state.implementations:
+        each._attn_implementation = attention.NAME
+    plan = state.plan
+    for part in parts.items():
+        yield from (handle.remove for handle in stacks.hook(*part, plan, state.mesh))
+    if head not in parts:
+        yield from (handle.remove for handle in heads.hook(head, state.vocab))
+    yield from (change.attach(head) for change in (trl, causal_lm, logits))
+    for module in parts:
+        yield from (change.attach(module) for change in (families, rope))
+        yield mlp.attach(module, plan.tiled_mlp)
+        if plan.offload_activations:
+            yield offload.attach(module)
+        if not plan.recompute_attention:
+            yield recompute.attach(module, plan.offload_activations)
+
+
+def _restore_names(implementations: list[tuple[Any, str]]) -> None:
+    shared = {id(each) for other in _attached.values() for each, _ in other.implementations}
+    for each, name in implementations:
+        if each._attn_implementation == attention.NAME and id(each) not in shared:
+            each._attn_implementation = name
+
+
+def _forget(decoder: weakref.ref) -> None:
+    if decoder() is not None:
+        _attached.pop(decoder(), None)
 
 
 def attachment(model: torch.nn.Module) -> Attachment | None:
