@@ -1,7 +1,8 @@
 """Fine-tune a causal language model on long documents with the Hugging Face Trainer.
 
-    deepspeed --num_accelerators 2 train.py --model_dir MODEL --train_file docs.jsonl \
-        --deepspeed cp2_zero2.json --output_dir out
+    deepspeed train.py --model_dir MODEL --train_file docs.jsonl --deepspeed cp2_zero2.json --output_dir out
+
+On CPUs, with two processes: `deepspeed --num_accelerators 2 train.py ... --use_cpu true`.
 
 The data is one JSON object per line with the key "text": one document. Documents are kept whole and packed
 into rows of at most `--seq_length` tokens. In a row, `position_ids` restart at each document, and the first
