@@ -40,11 +40,8 @@ def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: i
     Raises:
         BatchError: names the argument and both shapes.
     """
-    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    wanted = {"input_ids": 2, "inputs_embeds": 3}[
-        "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-    ]
-    if tokens.dim() != wanted:
+    tokens = tokens_of(given)
+    if tokens.dim() != (3 if given.get("input_ids") is None else 2):
         raise BatchError(
             f"the tokens have shape {tuple(tokens.shape)}; ds_cp shares [B, S] ids or [B, S, hidden] embeddings."
         )
@@ -98,11 +95,21 @@ def refuse_lost_facts(told: frozenset[str], given: Mapping[str, Any]) -> None:
         )
 
 
-def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
-    """(B, S) of the batch."""
+def tokens_of(given: Mapping[str, Any]) -> torch.Tensor:
+    """Ids [B, S], or where there are none embeddings [B, S, hidden].
+
+    Raises:
+        BatchError: there is neither.
+    """
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None:
         raise BatchError("the decoder got neither input_ids nor inputs_embeds, so there is no sequence to share.")
+    return tokens
+
+
+def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
+    """(B, S) of the batch."""
+    tokens = tokens_of(given)
     return tokens.shape[0], tokens.shape[1]
 
 
@@ -186,7 +193,7 @@ def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -
             local[name] = region.shard(value, dim=0)
         else:
             local[name] = value
-    tokens = local.get("input_ids") if local.get("input_ids") is not None else local["inputs_embeds"]
+    tokens = tokens_of(local)
     if local.get("position_ids") is None:
         everyone = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
         local["position_ids"] = region.shard(everyone)

@@ -136,7 +136,7 @@ def _counted(given: Given, by_mask: bool) -> torch.Tensor:
     mask = given.get("attention_mask")
     if by_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return (mask.cumsum(dim=1) * mask - 1).long()
-    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    tokens = batches.tokens_of(given)
     return torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
 
 
