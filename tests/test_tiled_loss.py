@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_cp import tiled
 from ds_cp.agreement import BatchError
 from ds_cp.deferred import DeferredLogits
-from ds_cp.region import LocalLogits
+from ds_cp.head_call import LocalLogits
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import VOCAB, ModelSpec

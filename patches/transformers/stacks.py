@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from ds_cp import balance
 from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
+from ds_cp.head_call import HeadCall
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks, prefill, support
 from ds_cp.planner import Plan
-from ds_cp.region import HeadCall, Region, current, current_head, enter, leave
+from ds_cp.region import Region, current, current_head, enter, leave
 from ds_cp.rules import Rule
 
 

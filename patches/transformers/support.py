@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
+from ds_cp.head_call import HeadCall
 from ds_cp.patches.transformers import neftune, verified
 from ds_cp.patches.transformers.models import families, layers, rope
 from ds_cp.planner import ModelFacts
-from ds_cp.region import HeadCall
 from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 
 TABLE = Path(__file__).with_name("verified.csv")

@@ -13,9 +13,9 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ds_cp import patches
+from ds_cp.head_call import LocalLogits
 from ds_cp.loss import causal_lm_loss, shift_left
 from ds_cp.patches.transformers.losses import causal_lm
-from ds_cp.region import LocalLogits
 
 _steps: list[tuple[bool, bool]] = []
 """(a smoother takes the logits, nobody else asks for them) of the steps that run now, the innermost last."""
