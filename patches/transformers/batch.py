@@ -9,8 +9,9 @@ import torch
 
 from ds_cp.agreement import BatchError
 from ds_cp.documents import Documents
+from ds_cp.head_call import HeadCall
 from ds_cp.patches.transformers import masks
-from ds_cp.region import HeadCall, MaskDescriptor, Region
+from ds_cp.region import MaskDescriptor, Region
 
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
