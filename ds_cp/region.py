@@ -9,8 +9,6 @@ token stands, what the other ranks have. Attention gets it through the mask desc
 from __future__ import annotations
 
 import hashlib
-import sys
-import threading
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Callable
@@ -27,12 +25,10 @@ from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
 from ds_cp.collectives import gather_sequence
 from ds_cp.documents import Documents
-from ds_cp.head_call import HeadCall
 from ds_cp.layout import Layout
 from ds_cp.mask import Step, schedule
 from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
-from ds_cp.rng import ForkedRng
 from ds_cp.rules import Rule
 
 
@@ -182,88 +178,3 @@ class MaskDescriptor:
     def __getitem__(self, index: object) -> "MaskDescriptor":
         """Itself: DeepSeek's indexer takes the mask of one head."""
         return self
-
-
-@dataclass(eq=False)
-class _Running:
-    """A head or a stack that runs.
-
-    Attributes:
-        owner: its module.
-        depth, thread: how deep in Python's stack its hook ran, and of which thread.
-        region: what a stack has opened, if anything.
-        rng: of the region.
-        call: what a head wants; None for a stack.
-    """
-
-    owner: object
-    depth: int
-    thread: int
-    region: Region | None = None
-    rng: ForkedRng | None = None
-    call: HeadCall | None = None
-
-
-_running: list[_Running] = []
-
-
-def _starts(owner: object) -> _Running:
-    """A head or stack on top of those that run. Closes first what was interrupted, for torch runs no hook then.
-
-    A module does not run inside itself, and what runs inside another is deeper in Python's stack: an entry of this owner,
-    or one that is not above this call, was left by KeyboardInterrupt or the like, and so were those around it.
-    """
-    frame, depth, thread = sys._getframe(1), 0, threading.get_ident()
-    while frame is not None:
-        frame, depth = frame.f_back, depth + 1
-    if any(each.owner is owner or (each.thread == thread and each.depth >= depth) for each in _running):
-        while _running:
-            if (rng := _running.pop().rng) is not None:
-                rng.give_up()
-    return _Running(owner, depth, thread)
-
-
-def enter(owner: object, region: Region | None) -> None:
-    """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
-    top = _starts(owner)
-    if region:
-        top.region, top.rng = region, ForkedRng(region.mesh.cp.rank)
-        region.random = top.rng.outside
-    _running.append(top)
-
-
-def leave(owner: object) -> Region | None:
-    """Close what ``owner`` opened, if it did, and return its region."""
-    if not _running or _running[-1].owner is not owner:
-        return None
-    top = _running.pop()
-    if top.rng:
-        top.rng.close(drawn=top.region._agreed is not None)
-    return top.region
-
-
-def current() -> Region | None:
-    """The region whose model part is running in this process, if any."""
-    return next((each.region for each in reversed(_running) if each.call is None), None)
-
-
-def is_running() -> bool:
-    """Whether a part of a model that may be shared is running, shared or not."""
-    return any(each.call is None for each in _running)
-
-
-def push_head(owner: object, call: HeadCall) -> None:
-    """The head ``owner`` starts."""
-    top = _starts(owner)
-    top.call = call
-    _running.append(top)
-
-
-def pop_head(owner: object) -> HeadCall | None:
-    """The head ``owner`` has ended; None if it failed before it started."""
-    return _running.pop().call if _running and _running[-1].owner is owner else None
-
-
-def current_head() -> HeadCall | None:
-    """The innermost running head."""
-    return next((each.call for each in reversed(_running) if each.call is not None), None)

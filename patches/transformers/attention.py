@@ -20,7 +20,8 @@ from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.attention.selected import Selected
 from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.models import indexed
-from ds_cp.region import MaskDescriptor, current, current_head, is_running
+from ds_cp.region import MaskDescriptor
+from ds_cp.running import current, current_head, is_running
 
 NAME = "ds_cp"
 

@@ -20,8 +20,9 @@ from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks, prefill, support
 from ds_cp.planner import Plan
-from ds_cp.region import Region, current, current_head, enter, leave
+from ds_cp.region import Region
 from ds_cp.rules import Rule
+from ds_cp.running import current, current_head, enter, leave
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
 """Who trains in ``ds_cp bench step``: ds_cp, DeepSpeed's UlyssesSPAttentionHF, data parallelism; others where they run.
 
-Each is an object with ``step()``, which trains one step on rows of S tokens, ``forward(model)``, which only computes the
-loss, and ``rows``, how many rows that are.
 Peers are imported and used as their documentation says.
 """
 
@@ -25,7 +23,25 @@ def _model(shape: TrainShape, attention: str) -> Any:
     return model.train()
 
 
-class Plain:
+class Contender:
+    """An engine, and how many rows of S tokens a step of all ranks trains."""
+
+    engine: Any
+    rows = 1
+
+    def forward(self, model: Any = None) -> torch.Tensor:
+        """The loss of this rank, by ``model`` or by the engine."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """Train a step; the loss of the rows."""
+        loss = self.forward()
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.item()
+
+
+class Plain(Contender):
     """A plain DeepSpeed loop; with the key, the rank's group shares each row."""
 
     def __init__(self, shape: TrainShape, key: dict[str, Any] | None):
@@ -44,17 +60,9 @@ class Plain:
     def forward(self, model: Any = None) -> torch.Tensor:
         return (model or self.engine)(**self.batch).loss
 
-    def step(self) -> float:
-        loss = self.forward()
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.item()
 
-
-class UlyssesSP:
+class UlyssesSP(Contender):
     """DeepSpeed's UlyssesSPAttentionHF with its own loader and its own sum of the losses of all shards."""
-
-    rows = 1
 
     def __init__(self, shape: TrainShape):
         import deepspeed
@@ -89,17 +97,9 @@ class UlyssesSP:
         losses = all_gather(loss, group=self.group)
         return sum(part * count for part, count in zip(losses, counts)) / sum(counts)
 
-    def step(self) -> float:
-        loss = self.forward()
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.item()
 
-
-class Ringmaster:
+class Ringmaster(Contender):
     """axolotl-ringmaster in a plain DeepSpeed loop: its shards, its attention, each rank's mean of its own tokens."""
-
-    rows = 1
 
     def __init__(self, shape: TrainShape, backend: str):
         import deepspeed
@@ -126,10 +126,7 @@ class Ringmaster:
         return (model or self.engine)(**self.batch).loss
 
     def step(self) -> float:
-        loss = self.forward()
-        self.engine.backward(loss)
-        self.engine.step()
-        mean = loss.detach().clone()
+        mean = torch.tensor(super().step())
         torch.distributed.all_reduce(mean)
         return mean.item() / torch.distributed.get_world_size()
 

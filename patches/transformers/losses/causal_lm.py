@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_cp.loss import causal_lm_loss, shift_left
 from ds_cp.patches import liger, trl
-from ds_cp.region import current_head
+from ds_cp.running import current_head
 
 
 def attach(head: torch.nn.Module) -> Callable[[], None]:

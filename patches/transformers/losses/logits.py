@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_cp.deferred import DeferredLogits
-from ds_cp.region import current_head
+from ds_cp.running import current_head
 
 
 def attach(head: nn.Module) -> Callable[[], None]:

@@ -15,7 +15,8 @@ from typing import Any, Callable, Mapping
 import torch
 
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.region import Region, current
+from ds_cp.region import Region
+from ds_cp.running import current
 
 EMBEDDING = re.compile("Position(al)?Embedding")
 BY_PADDING = "create_position_ids_from_input_ids"
