@@ -10,7 +10,6 @@ from typing import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 TILE_BYTES = 32 << 20
 """Of one tile's logits in fp32, on a CPU; a few such buffers live at a time."""
@@ -83,8 +82,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # once_differentiable would say so only where grad itself has a graph
+            raise RuntimeError(
+                "create_graph=True asks for gradients of the gradient, which a loss in tiles does not have: they would silently "
+                'be missing. Set "tiled_loss": false.'
+            )
         scale = grad / ctx.boost
         gradients = (
             None if found is None else (found * scale).to(dtype) for found, dtype in zip(ctx.saved_tensors, ctx.dtypes)

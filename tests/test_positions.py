@@ -31,15 +31,19 @@ def dense(model, ids, shifted=True):
     ]
 
 
-def left_padded(model, lengths=(23, 9)):
-    """Rows of their own length behind padding, with the mask that says so."""
+def left_padded(model, lengths=(23, 9), pads_count=False):
+    """Rows of their own length behind padding, with the mask that says so; a model may count the padding too."""
     ids = ids_with(*[()] * len(lengths))
     mask = torch.stack([(torch.arange(23) >= 23 - n).long() for n in lengths])
     rows = [row[None, 23 - n :] for row, n in zip(ids, lengths)]
     labels = ids.masked_fill(mask == 0, -100)
     labels[torch.arange(len(lengths)), [23 - n for n in lengths]] = -100  # nothing before it predicts it
+
+    def from_pad(n):
+        return {"position_ids": torch.arange(23 - n, 23)[None]} if pads_count else {}
+
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}, [
-        ({"input_ids": row, "labels": row}, row.size(1) - 1) for row in rows
+        ({"input_ids": row, "labels": row} | from_pad(row.size(1)), row.size(1) - 1) for row in rows
     ]
 
 
@@ -59,7 +63,7 @@ CASES = [
     ("roberta", {}, pads_inside),  # padding in the middle and in front does not count
     ("xlm-roberta-xl", {}, pads_inside),
     ("opt", {}, left_padded),  # the count of the mask
-    ("biogpt", {}, left_padded),
+    ("biogpt", {}, partial(left_padded, pads_count=True)),
     ("bart", {}, packed_rows),  # [L] only: rows that differ go in flat
     ("blenderbot", {}, packed_rows),
     ("trocr", {"use_learned_position_embeddings": False}, partial(dense, ids=ids_with((3,), ()), shifted=False)),

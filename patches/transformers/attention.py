@@ -134,6 +134,10 @@ def attention_forward(
     )
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        # as SDPA does it: rotary embeddings leave q and k in fp32 beside a v in the lower precision
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(lower) for x in (query, key, value))
     return region.attend(query, key, value, attention_mask.rule, score).transpose(1, 2).contiguous(), None
 
 

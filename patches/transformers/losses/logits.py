@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from types import MethodType
 from typing import Any, Callable
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ds_cp.deferred import DeferredLogits
 from ds_cp.running import current_head
@@ -39,6 +41,18 @@ def _is_plain(module: Any) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks other than DeepSpeed's see a module's calls: they expect one call, with whole inputs and outputs."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return _has_any_global_hook() or any(not _is_deepspeeds(hook) for each in hooks for hook in each.values())
+
+
+def _is_deepspeeds(hook: Callable) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+
+
 @torch.compiler.disable
 def _forward(self: nn.Linear, hidden: torch.Tensor, work: Callable | None = None) -> Any:
     """``nn.Linear.forward``, deferred while a known loss is to come.
@@ -50,6 +64,6 @@ def _forward(self: nn.Linear, hidden: torch.Tensor, work: Callable | None = None
     if work is not None:
         return work(hidden, self.weight, self.bias)
     call = current_head()
-    if call is not None and call.defers(hidden):
+    if call is not None and call.defers(hidden) and not is_watched(self):
         return DeferredLogits.of(self, hidden, call.returns_whole)
     return type(self).forward(self, hidden)

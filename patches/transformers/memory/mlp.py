@@ -79,9 +79,19 @@ def _forward(always: bool, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
         return original(*args, **kwargs)
     row = _width(self) * args[0].element_size()
-    if not always and args[0].shape[:-1].numel() * row <= LARGE:
+    if (not always and args[0].shape[:-1].numel() * row <= LARGE) or _cannot_run_twice(self):
         return original(*args)
     return _tiled(self, original, args[0], max(1, TILE_BYTES // row))
+
+
+def _cannot_run_twice(module: nn.Module) -> bool:
+    """Whether a second run would draw other random numbers (adapters may come after attachment), or hooks on parameters
+    would see each tile's gradient."""
+    return _drops(module) or any(parameter._backward_hooks for parameter in module.parameters())
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Dropout) and child.p for child in module.modules())
 
 
 @torch.compiler.disable

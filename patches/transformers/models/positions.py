@@ -83,9 +83,13 @@ def _tell_unless_given(module: torch.nn.Module, calls: list[Given]) -> list:
     return [module.register_forward_pre_hook(torch.compiler.disable(tell), with_kwargs=True)]
 
 
+BY_MASK = frozenset({"OPTLearnedPositionalEmbedding"})
+"""Those whose model counts its mask. BioGPT's takes a mask as well, but its model always counts all tokens."""
+
+
 def _tell(module: torch.nn.Module, calls: list[Given]) -> list:
     """A position embedding that takes positions; BART's takes [L] only, so that rows of their own go in flat."""
-    by_mask = "attention_mask" in inspect.signature(type(module).forward).parameters
+    by_mask = type(module).__name__ in BY_MASK
     shapes: list[torch.Size | None] = []
 
     def tell(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
