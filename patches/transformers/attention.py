@@ -33,7 +33,7 @@ ADDITIVE_MASK = frozenset(
 HARMLESS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states return_dict num_items_in_batch "
     "is_causal sliding_window position_embeddings labels shift_labels logits_to_keep layer_idx cache past_key_values "
-    "output_router_logits deterministic".split()
+    "output_router_logits deterministic ignore_index".split()
 )
 """Arguments that do not change the scores: the mask descriptor is the authority on windows and causality."""
 

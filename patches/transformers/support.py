@@ -92,7 +92,7 @@ def find_stacks(head: PreTrainedModel) -> list[PreTrainedModel]:
 def stack_config(head: PreTrainedModel, stack: torch.nn.Module) -> Any:
     """The config of a stack's layers."""
     if getattr(head.config, "is_encoder_decoder", False):
-        return stack.config
+        return getattr(stack, "config", head.config)  # fsmt's stacks are plain modules
     return head.config.get_text_config(decoder=True)
 
 
