@@ -64,6 +64,15 @@ def encoder_with_a_bias_of_all_pairs():
     return Pop2PianoForConditionalGeneration(Pop2PianoConfig(**sizes))
 
 
+def stacks_that_are_plain_modules():
+    from transformers import FSMTConfig, FSMTForConditionalGeneration
+
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
+             (("layers", 1), ("attention_heads", 4), ("ffn_dim", 8))}  # fmt: skip
+    config = FSMTConfig(langs=["en", "de"], src_vocab_size=16, tgt_vocab_size=16, d_model=8, **sides)
+    return FSMTForConditionalGeneration(config)
+
+
 def decoder_that_rotates_by_length_inside_a_layer():
     model = models.build(LLAMA)
     model.model.layers[1].self_attn.rotary = torch.nn.Identity()
@@ -78,6 +87,7 @@ OTHERS = [
     ),
     (encoder_that_pools_by_itself, "its pooler, a Linear, gets the first token .*add_pooling_layer=False"),
     (decoder_that_chooses_blocks, r"choose the keys of each query by an index \(index_topk_blocks = \d+\)"),
+    (stacks_that_are_plain_modules, "layers.0.self_attn"),
     (encoder_with_a_bias_of_all_pairs, "relative position bias .* S x S"),
 ]
 
