@@ -6,6 +6,7 @@ Peers are imported and used as their documentation says.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 import torch
@@ -23,15 +24,15 @@ def _model(shape: TrainShape, attention: str) -> Any:
     return model.train()
 
 
-class Contender:
+class Contender(ABC):
     """An engine, and how many rows of S tokens a step of all ranks trains."""
 
     engine: Any
     rows = 1
 
+    @abstractmethod
     def forward(self, model: Any = None) -> torch.Tensor:
         """The loss of this rank, by ``model`` or by the engine."""
-        raise NotImplementedError
 
     def step(self) -> float:
         """Train a step; the loss of the rows."""
