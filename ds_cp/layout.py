@@ -76,9 +76,7 @@ class Layout:
     def runs(self, cp_rank: int) -> tuple[Run, ...]:
         """Runs of global positions that one rank holds; ``cp_rank = ring_rank * ulysses + ulysses_rank``."""
         ring_rank, ulysses_rank = divmod(cp_rank, self.ulysses)
-        return _slice_runs(
-            self.ring_runs[ring_rank], ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len
-        )
+        return slice_runs(self.ring_runs[ring_rank], ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
 
     def shard(self, full: torch.Tensor, dim: int, cp_rank: int, pad_value: float = 0) -> torch.Tensor:
         """A rank's tokens: ``[..., S, ...] -> [..., L, ...]``; tokens past S are ``pad_value``.
@@ -116,7 +114,7 @@ def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:
     return ((a, d),) if b == c else ((a, b), (c, d))
 
 
-def _slice_runs(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
+def slice_runs(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
     """The part of a sequence of runs between two local indices."""
     out, offset = [], 0
     for first, last in runs:

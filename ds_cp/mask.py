@@ -181,6 +181,19 @@ def blocks(tile: Tile, size: int) -> Iterator[Tile]:
                 yield _inside(tile, *piece)
 
 
+def cut(tile: Tile, q_run: Run, k_run: Run) -> Iterator[Tile]:
+    """The part of a tile in which queries of a run meet keys of a run, counted from the runs' starts; nothing where none
+    does."""
+    q0, q1 = max(tile.q_start, q_run[0]), min(tile.q_stop, q_run[1])
+    k0, k1 = max(tile.k_start, k_run[0]), min(tile.k_stop, k_run[1])
+    corner = tile._replace(q_start=tile.q_start - q_run[0], k_start=tile.k_start - k_run[0])
+    if q0 < q1 and k0 < k1:
+        for piece in _trim(
+            q0 - tile.q_start, q1 - tile.q_start, k0 - tile.k_start, k1 - tile.k_start, tile.lo, tile.hi
+        ):
+            yield _inside(corner, *piece)
+
+
 def _under_diagonal(n_q: int, n_k: int, hi: int) -> Iterator[tuple[tuple[int, int, int, int], bool]]:
     """Cover ``j <= i + hi`` of an n_q x n_k rectangle by one causal square and full rectangles."""
     corner = n_k - hi

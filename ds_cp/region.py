@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_cp import tiled_layer
 from ds_cp.agreement import BatchError
 from ds_cp.attention import kept, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.offloaded import Held
 from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
 from ds_cp.collectives import gather_sequence
@@ -125,8 +127,12 @@ class Region:
             heads = Ulysses(split, ulysses)
             first = sum(split.query[: ulysses.rank])
             score = score.of_heads(first, first + split.query[ulysses.rank])
-        make_exchange = partial(self._exchange, self.schedule(rule))
+        steps = self.schedule(rule)
         kernel = kernels.choose(self.plan.kernel, query, value, score)
+        if (span := tiled_layer.current()) is not None:
+            hold = partial(Held, steps, self.mesh.ring, heads, self.layout.local_len)
+            return span.attend(query, key, value, hold, kernel, score, partial(self._held_by, device=query.device))
+        make_exchange = partial(self._exchange, steps)
         locate = partial(self._locate, device=query.device)
         return attend(query, key, value, make_exchange, kernel, score, locate, heads, kept.current())
 
@@ -134,10 +140,13 @@ class Region:
         """Global positions of the ring shard's queries and of the rows that arrive in a step."""
         key = step, device
         if key not in self._positions:
-            mine, theirs = (self.layout.ring_runs[rank] for rank in (self.mesh.ring.rank, step.source))
-            q, k = (torch.cat([torch.arange(*run, device=device) for run in runs]) for runs in (mine, theirs))
+            q, k = (self._held_by(rank, device) for rank in (self.mesh.ring.rank, step.source))
             self._positions[key] = q, select(k, step.rows)
         return self._positions[key]
+
+    def _held_by(self, ring_rank: int, device: torch.device) -> torch.Tensor:
+        """Global positions of a ring shard's tokens."""
+        return torch.cat([torch.arange(*run, device=device) for run in self.layout.ring_runs[ring_rank]])
 
     def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:
         self.mesh.attention_calls[word] += 1

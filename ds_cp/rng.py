@@ -13,17 +13,17 @@ class ForkedRng:
     as if nothing had happened unless some were drawn; then the outside moves on by one draw, equally on every rank."""
 
     def __init__(self, rank: int):
-        self._saved = _rng_state()
+        self._saved = state()
         seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
         self.outside = int.from_bytes(seed.digest(), "little")
         seed.update(rank.to_bytes(4, "little"))
         self._seed = int.from_bytes(seed.digest(), "little")
         torch.manual_seed(self._seed)
-        self._inside = _rng_state()
+        self._inside = state()
 
     def close(self, drawn: bool = False) -> None:
         """Go back to the outside stream; ``drawn`` also when it was from no stream (:meth:`ds_cp.region.Region.seed`)."""
-        drawn = drawn or any(not torch.equal(a, b) for a, b in zip(self._inside, _rng_state()))
+        drawn = drawn or not same(self._inside, state())
         torch.set_rng_state(self._saved[0])
         if len(self._saved) > 1:
             get_accelerator().set_rng_state(self._saved[1])
@@ -37,7 +37,13 @@ class ForkedRng:
             self.close(drawn=True)  # ranks were interrupted at different points
 
 
-def _rng_state() -> tuple[torch.Tensor, ...]:
+def state() -> tuple[torch.Tensor, ...]:
+    """Of the CPU's and the device's stream."""
     accelerator = get_accelerator()
     states = (torch.get_rng_state(),)
     return states if accelerator.device_name() == "cpu" else states + (accelerator.get_rng_state().cpu(),)
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    """Whether nothing was drawn between two states."""
+    return all(map(torch.equal, one, other))

@@ -7,7 +7,7 @@ Gradients of weights are summed in fp32 (fp64 for fp64) over the tiles and hande
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Callable
+from typing import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,14 +27,47 @@ def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Te
     """
     parameters = [each for each in module.parameters() if each.requires_grad]
     flat = x.reshape(-1, x.size(-1))
-    out = _Tiled.apply(flat, run, rows, _autocast(x.device.type), *parameters)
+    out = _Tiled.apply(flat, run, rows, autocast_of(x.device.type), *parameters)
     return out.view(*x.shape[:-1], out.size(-1))
 
 
-def _autocast(device: str) -> Callable[[], AbstractContextManager]:
+def autocast_of(device: str) -> Callable[[], AbstractContextManager]:
     """The autocast that holds now, for later: the backward pass runs outside of it."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype, enabled, cache_enabled=False)
+
+
+class Gradients:
+    """What the tiles' gradients of a module's parameters add up to, in fp32 at least."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self._parameters = parameters
+        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add(
+        self, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *leaves: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """Walk a tile's graph back. Returns the gradients of ``leaves``; None for one that asks for none."""
+        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        of_outputs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+        if not of_outputs:
+            return [None] * len(leaves)
+        outputs, grads = zip(*of_outputs)
+        found = iter(torch.autograd.grad(outputs, [*asked, *self._parameters], grads, allow_unused=True))
+        of_leaves = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        for index, part in enumerate(found):
+            if part is None:
+                continue
+            if self._sums[index] is None:
+                self._sums[index] = part.to(torch.promote_types(part.dtype, torch.float32))
+            else:
+                self._sums[index].add_(part)
+        return of_leaves
+
+    def total(self) -> Iterator[torch.Tensor | None]:
+        """One per parameter, in its dtype; None for one that no tile has used."""
+        for parameter, of_all in zip(self._parameters, self._sums):
+            yield None if of_all is None else of_all.to(parameter.dtype)
 
 
 class _Tiled(torch.autograd.Function):
@@ -49,24 +82,13 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        totals: list[torch.Tensor | None] = [None] * len(ctx.parameters)
+        gradients = Gradients(ctx.parameters)
         for start in range(0, x.size(0), ctx.rows):
             tile = slice(start, start + ctx.rows)
             leaf = x[tile].detach().requires_grad_(of_x is not None)
-            leaves = ([] if of_x is None else [leaf]) + list(ctx.parameters)
             with torch.enable_grad(), ctx.autocast():
                 out = ctx.run(leaf)
-            found = list(torch.autograd.grad(out, leaves, grad[tile], allow_unused=True))
+            (of_tile,) = gradients.add([out], [grad[tile]], leaf)
             if of_x is not None:
-                of_x[tile] = found.pop(0)
-            for index, part in enumerate(found):
-                if part is not None:
-                    totals[index] = _add(totals[index], part)
-        gradients = (None if t is None else t.to(p.dtype) for t, p in zip(totals, ctx.parameters, strict=True))
-        return (of_x, None, None, None, *gradients)
-
-
-def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    if total is None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    return total.add_(part)
+                of_x[tile] = of_tile
+        return (of_x, None, None, None, *gradients.total())

@@ -1,0 +1,219 @@
+"""A layer that attends, run on a few tokens at a time: what it keeps for the backward pass is its input.
+
+Whatever may be shared by tokens between ranks may be shared by tokens between tiles of one rank: all but attention looks
+at one token. So a layer runs twice on each span of tokens. The first run stops where attention is called, and leaves K
+and V (:mod:`ds_cp.attention.offloaded`); once all of them are there, the second run gets its attention and goes on to the
+end. The backward pass does the same and then, when the gradients of K and V are home, takes them through the first half.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Callable, Iterator, Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_cp import rng
+from ds_cp.agreement import BatchError
+from ds_cp.attention import kept
+from ds_cp.attention.attend import attend
+from ds_cp.attention.kept import Kept
+from ds_cp.attention.kernels import Kernel
+from ds_cp.attention.offloaded import Held, OnlyQueries
+from ds_cp.attention.score import Score
+from ds_cp.layout import Run
+from ds_cp.tiled_module import Gradients, autocast_of
+
+Hold = Callable[[int], Held]
+"""Makes the store of a layer's K and V, given the rows of a block."""
+
+
+class _AttentionReached(Exception):
+    """The first run of a layer on a span ends here: (key, value, hold)."""
+
+
+@dataclass(eq=False)
+class Span:
+    """Some tokens of this rank, while a layer runs on them.
+
+    Attributes:
+        tokens: which.
+        held: K and V of all tokens; None in the first run.
+        nothing: what stands for K and V in the graph of the second run.
+    """
+
+    tokens: Run
+    held: Held | None = None
+    nothing: Sequence[torch.Tensor] = ()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        hold: Hold,
+        kernel: Kernel,
+        score: Score,
+        positions: Callable[[int], torch.Tensor],
+    ) -> torch.Tensor:
+        """What :meth:`ds_cp.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
+        if self.held is None:
+            raise _AttentionReached(key, value, hold)
+        if self.nothing:
+            raise BatchError(
+                'a layer attends twice, which "context_parallel.offload_kv" cannot run in tiles: the second attention would '
+                "see the keys of the first. Take the key out."
+            )
+        self.nothing, exchange = self.held.nothing(), self.held.exchange(self.tokens)
+        locate, heads = partial(exchange.locate, positions), OnlyQueries(self.held.heads)
+        return attend(query, *self.nothing, lambda word: exchange, kernel, score, locate, heads, kept.current())
+
+
+_running: ContextVar[Span | None] = ContextVar("span of tokens that a layer runs on", default=None)
+
+
+def current() -> Span | None:
+    """What the running layer runs on, if it is a part of this rank's tokens."""
+    return _running.get()
+
+
+def run_in_tiles(
+    module: torch.nn.Module,
+    run: Callable[[torch.Tensor, slice], torch.Tensor],
+    x: torch.Tensor,
+    block: int,
+    kept: Kept | None,
+) -> torch.Tensor:
+    """``run(x, all tokens)``, a few tokens at a time, with K and V in host memory.
+
+    Args:
+        module: whose parameters ``run`` uses.
+        run: hidden states [B, n, H] of some tokens, and which they are, to [B, n, H']. It attends once.
+        x: [B, L, H].
+        block: tokens of a tile, and rows of a block of K and V.
+        kept: where the attention's outputs wait for the backward pass; None to compute them again.
+
+    Returns:
+        [B, L, H'].
+
+    Raises:
+        BatchError: the layer draws random numbers, attends twice or not at all.
+    """
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if not torch.is_grad_enabled():
+        kept = None
+    return _Tiled.apply(x, _Layer(run, x.size(1), block, kept, autocast_of(x.device.type)), *parameters)
+
+
+@dataclass(eq=False)
+class _Layer:
+    """What has no gradient."""
+
+    run: Callable[[torch.Tensor, slice], torch.Tensor]
+    length: int
+    block: int
+    kept: Kept | None
+    autocast: Callable[[], AbstractContextManager]
+
+    @property
+    def spans(self) -> list[Run]:
+        return [(start, min(start + self.block, self.length)) for start in range(0, self.length, self.block)]
+
+    def hold(self, x: torch.Tensor) -> Held:
+        """K and V of all tokens."""
+        held = None
+        for tokens in self.spans:
+            key, value, make = self.until_attention(x[:, slice(*tokens)], tokens)
+            held = held or make(self.block)
+            held.put(tokens, key, value)
+        held.complete()
+        return held
+
+    def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, Hold]:
+        """The first half of the layer on a span: K and V by tokens, and what holds them."""
+        try:
+            with self._on(Span(tokens)):
+                self.run(x, slice(*tokens))
+        except _AttentionReached as reached:
+            return reached.args
+        raise BatchError(
+            'a layer does not attend to the shared sequence, and "context_parallel.offload_kv" runs layers by their '
+            "attention. Take the key out."
+        )
+
+    def through(self, x: torch.Tensor, tokens: Run, held: Held) -> tuple[torch.Tensor, Span]:
+        """The whole layer on a span."""
+        with self._on(Span(tokens, held)) as span:
+            return self.run(x, slice(*tokens)), span
+
+    @contextmanager
+    def _on(self, span: Span) -> Iterator[Span]:
+        token = _running.set(span)
+        try:
+            with self.autocast():
+                yield span
+        finally:
+            _running.reset(token)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        if self.kept is None:
+            yield
+        else:
+            with self.kept.run():
+                yield
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        ctx.layer, ctx.parameters = layer, parameters
+        ctx.save_for_backward(x)
+        before, out = rng.state(), None
+        held = layer.hold(x)
+        with layer.keeping():
+            for tokens in layer.spans:
+                part, _ = layer.through(x[:, slice(*tokens)], tokens, held)
+                out = x.new_empty((*x.shape[:2], *part.shape[2:]), dtype=part.dtype) if out is None else out
+                out[:, slice(*tokens)] = part
+        if not rng.same(before, rng.state()):
+            raise BatchError(
+                "a layer draws random numbers (dropout), and the backward pass, which runs it again, would draw others. Set "
+                'its dropout to 0, or take "context_parallel.offload_kv" out; dropout of attention probabilities is fine.'
+            )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        layer, gradients = ctx.layer, Gradients(ctx.parameters)
+        of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        held = layer.hold(x)
+        with layer.keeping():
+            for tokens in layer.spans:
+                leaf = _leaf(x, tokens, of_x)
+                with torch.enable_grad():
+                    out, span = layer.through(leaf, tokens, held)
+                of_leaf, _ = gradients.add([out], [grad[:, slice(*tokens)]], leaf, span.nothing[0])
+                _add(of_x, tokens, of_leaf)
+        held.send_home()
+        for tokens in layer.spans:
+            leaf = _leaf(x, tokens, of_x)
+            with torch.enable_grad():
+                key, value, _ = layer.until_attention(leaf, tokens)
+            _add(of_x, tokens, *gradients.add([key, value], held.gradient(tokens), leaf))
+        return of_x, None, *gradients.total()
+
+
+def _leaf(x: torch.Tensor, tokens: Run, of_x: torch.Tensor | None) -> torch.Tensor:
+    return x[:, slice(*tokens)].detach().requires_grad_(of_x is not None)
+
+
+def _add(total: torch.Tensor | None, tokens: Run, part: torch.Tensor | None) -> None:
+    if total is not None and part is not None:
+        total[:, slice(*tokens)] += part
