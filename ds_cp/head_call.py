@@ -22,6 +22,9 @@ class HeadCall:
         keeps_local: its loss is known and takes local logits, so hidden states may stay local; that loss owns shifting
             and sharding of the labels.
         labels: for the digest of the batch.
+        targets: the labels that its loss takes, shifted or not, for every rank to look whether they are in the vocabulary.
+        vocab: how many logits a token has; 0 where that is not known.
+        ignore_index: the label that does not count.
         input_ids: the same; the decoder may get embeddings instead.
         told: arguments about documents and positions that the caller gave to the head.
         region: set by the decoder that left its hidden states local.
@@ -32,6 +35,9 @@ class HeadCall:
 
     keeps_local: bool = False
     labels: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    vocab: int = 0
+    ignore_index: int = -100
     input_ids: torch.Tensor | None = None
     told: frozenset[str] = frozenset()
     region: Region | None = None

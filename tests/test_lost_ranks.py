@@ -56,3 +56,29 @@ def test_a_rank_whose_neighbour_hangs_gives_up_after_the_timeout(workers):
             assert time.monotonic() - start < 5
 
     workers(2).run_expecting_error(rank_1_hangs, r"rank 0 lost its context-parallel group \[0, 1\]")
+
+
+def rank_1_raises(in_backward):
+    model = subject.changed_model(LLAMA, CP2 | {"timeout": 2})
+    inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
+    model(**inputs)
+    layer = model.model.layers[0].mlp
+
+    def fail(*args):
+        if torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("what failed on rank 1")
+
+    layer.register_full_backward_hook(fail) if in_backward else layer.register_forward_hook(fail)
+    start = time.monotonic()
+    try:
+        model(**inputs).loss.backward()
+    finally:
+        assert time.monotonic() - start < 6
+
+
+@pytest.mark.parametrize("in_backward, where", [(False, "forward rows from rank 1 of the ring"), (True, "backward ")])
+def test_a_layer_that_fails_on_one_rank_ends_the_others_after_the_timeout(workers, in_backward, where):
+    """The others are inside of an exchange, so nobody can tell them before; they name the rank's own error as the cause."""
+    lost = rf"rank 0 lost its .* group \[0, 1\] in .?{where}.*timeout 2 s.*Another rank of the group has failed"
+    messages = workers(2).run_expecting_error(rank_1_raises, f"{lost}|what failed on rank 1", in_backward)
+    assert "lost its" in messages[0] and messages[1] == "OutOfMemoryError: what failed on rank 1"

@@ -41,6 +41,8 @@ def _before_head(vocab: int, signature: inspect.Signature):
         keeps = given.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
         call = _call(head, given) if everything else HeadCall(False, given.get("labels"))
+        if call.keeps_local and not call.loss_outside:
+            _tell_targets(call, head, given)
         call.told, call.input_ids = batches.facts(given), given.get("input_ids")
         if not (call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
             call.limit = LOGITS_LIMIT
@@ -61,6 +63,20 @@ def _call(head: torch.nn.Module, given: dict[str, Any]) -> HeadCall:
         return HeadCall(causal_lm.keeps_local(head), labels)
     comes_later = smoothing.expects(head)
     return HeadCall(comes_later, None, loss_outside=comes_later)
+
+
+def _tell_targets(call: HeadCall, head: torch.nn.Module, given: dict[str, Any]) -> None:
+    """What the loss will look up, for the stack's hook to check: the label of a row's first token is never asked for."""
+    shifted, labels = given.get("shift_labels"), given.get("labels")
+    call.targets = shifted if shifted is not None or not isinstance(labels, torch.Tensor) else labels[..., 1:]
+    call.vocab = vocabulary(head)
+    call.ignore_index = given.get("ignore_index", call.ignore_index)
+
+
+def vocabulary(head: torch.nn.Module) -> int:
+    """How many logits a token has; 0 where that is not known."""
+    projection = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else None
+    return getattr(projection, "out_features", 0)
 
 
 def _refuse_huge_logits(vocab: int, batch: int, seq_len: int) -> None:

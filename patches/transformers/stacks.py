@@ -18,7 +18,7 @@ from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
 from ds_cp.head_call import HeadCall
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers import masks, prefill, support
+from ds_cp.patches.transformers import bounds, masks, prefill, support
 from ds_cp.planner import Plan
 from ds_cp.region import Region
 from ds_cp.rules import Rule
@@ -33,6 +33,7 @@ class Stack:
         layers: self attention calls of a forward.
         rules: how many layers have which rule, for balance.
         feeds_head: whether the head's loss takes what this stack returns, so that it may stay local.
+        tables: the names of its tables of positions.
         forwards: regions opened so far.
         compared: the kinds of forwards whose batches were compared: (trains, a place in ``MODES``). An evaluation or a
             warm-up says nothing of the batches that are trained on.
@@ -41,6 +42,7 @@ class Stack:
     layers: int
     rules: Mapping[Rule, int]
     feeds_head: bool
+    tables: tuple[str, ...] = ()
     forwards: int = 0
     compared: set[tuple[bool, int]] = field(default_factory=set)
 
@@ -52,7 +54,8 @@ def of(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     for module in (*encoders, decoder):
         config, is_decoder = support.stack_config(head, module), module is decoder
         layers = support.attention_layers(config, is_decoder)
-        stacks[module] = Stack(layers, support.layer_rules(config, is_decoder), feeds_head=is_decoder)
+        rules, tables = support.layer_rules(config, is_decoder), bounds.position_tables(module)
+        stacks[module] = Stack(layers, rules, feeds_head=is_decoder, tables=tables)
     return stacks
 
 
@@ -113,6 +116,7 @@ def _open(
         batches.refuse_lost_facts(call.told, given)
         documents = batches.documents(given, *shape)
         if plan.checks != "off":
+            bounds.check(module, stack.tables, given, call)
             contents = batches.contents(given, call) if plan.checks == "every_step" or first else []
             # layout and schedule come from the documents, and these are on the host: they are compared on each step
             digest = digest_of([*documents.ranges, *contents])

@@ -15,6 +15,7 @@ import torch
 from ds_cp import patches
 from ds_cp.head_call import LocalLogits
 from ds_cp.loss import causal_lm_loss, shift_left
+from ds_cp.patches.transformers import bounds
 from ds_cp.patches.transformers.losses import causal_lm
 
 _steps: list[tuple[bool, bool]] = []
@@ -87,6 +88,7 @@ def _smoothed(original: Callable) -> Callable:
         if not isinstance(logits, LocalLogits):
             return original(self, model_output, labels, shift_labels, num_items_in_batch)
         targets = shift_left(labels, self.ignore_index) if shift_labels else labels
+        bounds.refuse([bounds.of_labels(targets, logits.for_loss().shape[-1], self.ignore_index)])
         return causal_lm_loss(
             logits.for_loss(), targets, logits.region, num_items_in_batch, self.ignore_index, self.epsilon
         )

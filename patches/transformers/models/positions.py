@@ -134,6 +134,20 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
     ]
 
 
+def asked(owner: torch.nn.Module, table: torch.nn.Module | None, given: Given) -> "torch.Tensor | tuple[int, int]":
+    """The positions that a table of a module will be asked for in a call; or the first and the last of them."""
+    if given.get("position_ids") is not None:
+        return given["position_ids"]
+    length = batches.tokens_of(given).size(1)
+    if (count := _by_padding(owner)) is not None:
+        ids = given.get("input_ids")
+        return (owner.padding_idx + 1, owner.padding_idx + length) if ids is None else count(ids, owner.padding_idx)
+    mask = given.get("attention_mask")
+    if type(table).__name__ in BY_MASK and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return _counted(given, by_mask=True)
+    return 0, length - 1
+
+
 def _counted(given: Given, by_mask: bool) -> torch.Tensor:
     """[1 or B, S]: what the caller gave, else a count of the mask as OPT does it, or of all tokens."""
     if given.get("position_ids") is not None:
