@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_cp.tiled import linear_cross_entropy
+from ds_cp.unchanged import Unchanged
 
 POINTWISE = frozenset("add sub mul div true_divide neg tanh float to contiguous".split())
 """What a model may do to its logits without having them computed: scales, softcaps, casts."""
@@ -35,6 +36,7 @@ class DeferredLogits:
         self._projection, self._hidden, self._like = projection, hidden, like
         self._before, self._step, self.returned = before, step, returned
         self._computed: torch.Tensor | None = None
+        self._unchanged = Unchanged(projection) if before is None else None
 
     @classmethod
     def of(
@@ -54,9 +56,14 @@ class DeferredLogits:
         return cls(projection, hidden, like, returned=returned is not None and returned(like))
 
     def computed(self) -> torch.Tensor:
-        """This rank's logits, [B, L, V], differentiable. Under ZeRO-3 all ranks of the world must come here."""
+        """This rank's logits, [B, L, V], differentiable. Under ZeRO-3 all ranks of the world must come here.
+
+        Raises:
+            RuntimeError: the projection's weights are no longer those of the forward pass.
+        """
         if self._computed is None:
             if self._before is None:
+                self._unchanged.check(self._projection, "logits that are computed only now")
                 self._computed = self._projection(self._hidden, F.linear)
             else:
                 self._computed = self._step(self._before.computed())

@@ -12,6 +12,8 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
+from ds_cp.unchanged import Unchanged
+
 
 def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int):
     """``run(x)``, a tile of rows at a time.
@@ -24,10 +26,13 @@ def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Te
 
     Returns:
         [..., H'].
+
+    Raises:
+        RuntimeError: in the backward pass, if the module's weights are no longer those of the forward pass.
     """
     parameters = [each for each in module.parameters() if each.requires_grad]
     flat = x.reshape(-1, x.size(-1))
-    out = _Tiled.apply(flat, run, rows, autocast_of(x.device.type), *parameters)
+    out = _Tiled.apply(flat, module, run, rows, autocast_of(x.device.type), *parameters)
     return out.view(*x.shape[:-1], out.size(-1))
 
 
@@ -72,7 +77,8 @@ class Gradients:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, run, rows, autocast, *parameters):
+    def forward(ctx, x, module, run, rows, autocast, *parameters):
+        ctx.module, ctx.unchanged = module, Unchanged(module)
         ctx.run, ctx.rows, ctx.autocast, ctx.parameters = run, rows, autocast, parameters
         ctx.save_for_backward(x)
         return torch.cat([run(tile) for tile in x.split(rows)])
@@ -80,6 +86,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        ctx.unchanged.check(ctx.module, "its gradients")
         (x,) = ctx.saved_tensors
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         gradients = Gradients(ctx.parameters)
@@ -91,4 +98,4 @@ class _Tiled(torch.autograd.Function):
             (of_tile,) = gradients.add([out], [grad[tile]], leaf)
             if of_x is not None:
                 of_x[tile] = of_tile
-        return (of_x, None, None, None, *gradients.total())
+        return (of_x, None, None, None, None, *gradients.total())

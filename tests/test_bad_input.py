@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from ds_cp.agreement import BatchError
 from ds_cp.cli.shrink import VOCAB, tiny_config
 from harness import families
 

@@ -104,6 +104,16 @@ def test_backward_may_run_twice():
     assert all(torch.equal(a, 2 * b) for a, b in zip(first, second))
 
 
+def test_weights_that_change_before_the_backward_pass_do_not_matter():
+    """Its gradients are taken in the forward pass, where plain autograd could only say that a weight was changed."""
+    leaves, targets = problem(torch.float64, True)
+    want = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), targets, reduction="sum"), leaves)
+    total = tiled.linear_cross_entropy(*leaves, targets, lambda x: x)
+    with torch.no_grad():
+        leaves[1].mul_(2)
+    torch.testing.assert_close(torch.autograd.grad(total, leaves), want)
+
+
 # ---- deferred logits: what is noted, and what computes them ------------------------------------------------
 
 
@@ -174,6 +184,15 @@ def test_any_other_use_computes_the_logits(name):
     want = F.linear(hidden, head.weight, head.bias)
     torch.testing.assert_close(COMPUTED[name](logits / 2), COMPUTED[name](want / 2))
     assert head.asked == 1
+
+
+def test_logits_of_weights_that_changed_meanwhile_are_refused():
+    head = Head(6, 11)
+    logits = DeferredLogits.of(head, torch.randn(1, 4, 6))
+    with torch.no_grad():
+        head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weight of Head was changed in place .* logits that are computed only now"):
+        logits.exp()
 
 
 def test_logits_changed_in_place_are_what_the_loss_sees():

@@ -127,3 +127,66 @@ def test_an_adapter_inside_of_an_mlp_learns(workers):
     for got, _ in ranks:
         oracle.assert_close_loss(got, loss, 1e-6)
     oracle.assert_close_gradients(oracle.mean_over_ranks([g for _, g in ranks]), gradients, 1e-5)
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 9), torch.nn.Linear(9, 6)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def changed_in_place(module, weights, run):
+    out = run()
+    with torch.no_grad():
+        module.up.bias.add_(1)  # autograd saves no bias, so that it would not notice
+    return out
+
+
+def frozen_and_changed_in_place(module, weights, run):
+    module.down.requires_grad_(False)
+    out = run()
+    with torch.no_grad():
+        module.down.weight.mul_(2)
+    return out
+
+
+def put_in_for_one_call(module, weights, run):
+    out = torch.func.functional_call(Holder(module, run), {f"module.{n}": 2 * w.detach() for n, w in weights.items()})
+    return out
+
+
+def replaced(module, weights, run):
+    out = run()
+    module.up.weight = torch.nn.Parameter(module.up.weight.detach().clone())
+    return out
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, module, run):
+        super().__init__()
+        self.module, self.run = module, run
+
+    def forward(self):
+        return self.run()
+
+
+CHANGES = [
+    (
+        changed_in_place,
+        r"up\.bias of Mlp was changed in place since the forward pass, and its gradients would silently",
+    ),
+    (frozen_and_changed_in_place, r"down\.weight of Mlp was changed in place"),
+    (put_in_for_one_call, r"up\.weight of Mlp is another tensor .* torch\.func\.functional_call"),
+    (replaced, r"up\.weight of Mlp is another tensor since the forward pass"),
+]
+
+
+@pytest.mark.parametrize("change, message", CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+def test_weights_that_change_before_the_backward_pass_are_noticed(change, message):
+    module, x = Mlp(), torch.randn(10, 6, requires_grad=True)
+    out = change(module, dict(module.named_parameters()), lambda: run_in_tiles(module, module.forward, x, 3))
+    with pytest.raises(RuntimeError, match=message):
+        out.sum().backward()

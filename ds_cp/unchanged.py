@@ -1,0 +1,50 @@
+"""Weights that are used a second time must be those of the first time, as autograd asks of what it saved itself."""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import torch
+
+
+class Unchanged:
+    """A module's parameters and buffers as they are now.
+
+    Compared are identity and version, which operations in place raise. What bypasses versions, ``.data`` and so ZeRO's
+    gathering of weights, is not noticed, here as in autograd.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self._before = [(name, tensor, _version(tensor)) for name, tensor in _tensors(module)]
+
+    def check(self, module: torch.nn.Module, use: str) -> None:
+        """Compare with the same module later.
+
+        Args:
+            use: what the weights are used for, for the message.
+
+        Raises:
+            RuntimeError: a tensor was replaced, or changed in place.
+        """
+        now = dict(_tensors(module))
+        for name, tensor, version in self._before:
+            if now.get(name) is not tensor:
+                what = "is another tensor"
+            elif _version(tensor) != version:
+                what = "was changed in place"
+            else:
+                continue
+            raise RuntimeError(
+                f"{name} of {type(module).__name__} {what} since the forward pass, and {use} would silently be of a mixture of "
+                "both. Change weights after the backward pass only"
+                + (", also those that torch.func.functional_call puts in." if what == "is another tensor" else ".")
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
