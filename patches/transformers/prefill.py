@@ -6,6 +6,7 @@ gathers them into the cache that the caller sees.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any, Mapping
 
 import torch
@@ -17,6 +18,9 @@ from ds_cp.region import Region
 
 SHORTEST = 4096
 """Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""
+
+CACHES = ("cache", "past_key_values")
+"""What outputs call their cache."""
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold the keys and values of their tokens and nothing else."""
@@ -56,6 +60,49 @@ class Filling(DynamicCache):
                 "miss the others. Call the model with use_cache=False."
             )
         return self.cache
+
+
+class NoCacheError(BatchError, AttributeError):
+    """A cache that a shared forward does not have was used; for ``hasattr`` it lacks what a cache has."""
+
+
+class NoCache:
+    """Stands where one process returns a cache and a shared forward has none, so that what comes after it keeps its place."""
+
+    __module__ = "builtins"  # DeepSpeed's hooks warn of outputs whose type comes from elsewhere
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python's own questions, of copy say
+        raise NoCacheError(
+            f"cache.{name}: a forward with labels, with gradients or without use_cache=True was shared, and no rank holds the "
+            "keys of all tokens; decoding would go on from a shard. Call the model under torch.no_grad with use_cache=True "
+            "and without labels."
+        )
+
+    def __len__(self):
+        return self.get_seq_length()
+
+    def __getitem__(self, index: Any):
+        return self.layers[index]
+
+
+def caches(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether one process would return a cache from this call of a decoder."""
+    if not getattr(module.config, "is_decoder", True):
+        return False
+    wanted = given.get("use_cache")
+    wanted = getattr(module.config, "use_cache", False) if wanted is None else wanted
+    checkpointed = getattr(module, "gradient_checkpointing", False) and module.training and torch.is_grad_enabled()
+    return bool(wanted) and not checkpointed
+
+
+def with_no_cache(output: Any) -> Any:
+    """A decoder's output with a stand-in where one process returns its cache: second in a tuple."""
+    if isinstance(output, tuple):
+        return (output[0], NoCache(), *output[1:])
+    name = next((each.name for each in fields(output) if each.name in CACHES), None)
+    return output if name is None or output.get(name) is not None else replace(output, **{name: NoCache()})
 
 
 def empty_cache(module: torch.nn.Module, given: Mapping[str, Any]) -> DynamicCache | None:

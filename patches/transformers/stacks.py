@@ -30,10 +30,11 @@ class Stack:
     """One stack of a model.
 
     Attributes:
-        layers: self attention calls of a forward.
+        layers: what mixes tokens in a forward: self attention, recurrent layers.
         rules: how many layers have which rule, for balance.
         feeds_head: whether the head's loss takes what this stack returns, so that it may stay local.
         tables: the names of its tables of positions.
+        lacks_cache: whether the running forward would return a cache in one process.
         forwards: regions opened so far.
         compared: the kinds of forwards whose batches were compared: (trains, a place in ``MODES``). An evaluation or a
             warm-up says nothing of the batches that are trained on.
@@ -43,6 +44,7 @@ class Stack:
     rules: Mapping[Rule, int]
     feeds_head: bool
     tables: tuple[str, ...] = ()
+    lacks_cache: bool = False
     forwards: int = 0
     compared: set[tuple[bool, int]] = field(default_factory=set)
 
@@ -53,7 +55,7 @@ def of(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     stacks = {}
     for module in (*encoders, decoder):
         config, is_decoder = support.stack_config(head, module), module is decoder
-        layers = support.attention_layers(config, is_decoder)
+        layers = support.mixers(module, config, is_decoder)
         rules, tables = support.layer_rules(config, is_decoder), bounds.position_tables(module)
         stacks[module] = Stack(layers, rules, feeds_head=is_decoder, tables=tables)
     return stacks
@@ -95,6 +97,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
             local["past_key_values" if "past_key_values" in local else "cache"] = prefill.Filling(cache, region)
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
+        stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, given)
         enter(module, region)
         return (), local
 
@@ -139,7 +142,7 @@ def _after(stack: Stack):
             return None
         if len(region.attended) < stack.layers:
             raise BatchError(
-                f"{len(region.attended)} of {stack.layers} attention layers went through ds_cp; the others saw their own "
+                f"{len(region.attended)} of {stack.layers} attention or recurrent layers went through ds_cp; the others saw their own "
                 "shard only. Do not change the model's attention implementation after it was attached, and do not replace "
                 "its attention layers."
             )
@@ -152,7 +155,8 @@ def _after(stack: Stack):
                     "tokens lie elsewhere. Compute the loss outside of the model, from its logits."
                 )
             call.region = region
-        return _closed(region, output, keeps_local, stack.layers)
+        output = _closed(region, output, keeps_local, stack.layers)
+        return prefill.with_no_cache(output) if stack.lacks_cache else output
 
     return after_stack
 
