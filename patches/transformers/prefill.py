@@ -6,7 +6,7 @@ gathers them into the cache that the caller sees.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Mapping
 
 import torch
@@ -101,7 +101,7 @@ def with_no_cache(output: Any) -> Any:
     """A decoder's output with a stand-in where one process returns its cache: second in a tuple."""
     if isinstance(output, tuple):
         return (output[0], NoCache(), *output[1:])
-    name = next((each.name for each in fields(output) if each.name in CACHES), None)
+    name = next((each.name for each in (fields(output) if is_dataclass(output) else ()) if each.name in CACHES), None)
     return output if name is None or output.get(name) is not None else replace(output, **{name: NoCache()})
 
 
