@@ -19,6 +19,9 @@ KEY = "context_parallel"
 Auto = Literal["auto"]
 Switch = Literal["auto", True, False]
 
+WHOLE_NUMBERS: dict[str, tuple] = {"size": ("auto",), "ulysses_size": ("auto",), "offload_kv": ("auto", True, False)}
+"""Keys that take a whole number, and what else they take."""
+
 
 class ConfigError(ValueError):
     """A wrong ``context_parallel`` key; raised before ds_cp makes a group."""
@@ -42,6 +45,9 @@ class ContextParallelConfig(BaseModel):
     tiled_loss: Switch = Field("auto", description="the loss in tiles of tokens, so that no rank holds [L, vocab]")
     tiled_mlp: Switch = Field("auto", description="MLPs in tiles of tokens, recomputed in the backward pass")
     offload_activations: Switch = Field("auto", description="what checkpointing keeps waits in host memory")
+    offload_kv: Switch | int = Field(
+        "auto", description="layers in tiles of tokens, K and V in host memory; the number is a tile's tokens"
+    )
     recompute_attention: Literal[False, True] = Field(False, description="checkpointed layers compute attention twice")
 
 
@@ -59,10 +65,10 @@ def read(value: Any) -> ContextParallelConfig:
             f'"{KEY}" is {json.dumps(value, default=repr)}, but it must be an object such as {{"size": 8}}. '
             "Nothing was started."
         )
-    strict_ints = [name for name in ("size", "ulysses_size") if not _is_auto_or_positive_int(value.get(name, "auto"))]
-    problems = [_bad_int(name, value[name]) for name in strict_ints]
+    wrong = [name for name, words in WHOLE_NUMBERS.items() if not _is_number_or(words, value.get(name, "auto"))]
+    problems = [_bad_number(name, value[name]) for name in wrong]
     try:
-        config = ContextParallelConfig(**{name: v for name, v in value.items() if name not in strict_ints})
+        config = ContextParallelConfig(**{name: v for name, v in value.items() if name not in wrong})
     except ValidationError as error:
         problems += [_explain(detail) for detail in error.errors()]
     if problems:
@@ -143,12 +149,16 @@ def _parse(text: str) -> Any:
     return hjson.loads(text)
 
 
-def _is_auto_or_positive_int(value: Any) -> bool:
-    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+def _is_number_or(words: tuple, value: Any) -> bool:
+    """Whether it is a whole number from 1 or one of the words; to Python True is 1."""
+    if type(value) is int:
+        return value >= 1
+    return any(type(value) is type(word) and value == word for word in words)
 
 
-def _bad_int(name: str, value: Any) -> str:
-    return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}; allowed: "auto" or a whole number from 1.'
+def _bad_number(name: str, value: Any) -> str:
+    words = ", ".join(map(json.dumps, WHOLE_NUMBERS[name]))
+    return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}; allowed: {words} or a whole number from 1.'
 
 
 def _explain(detail: Mapping[str, Any]) -> str:

@@ -9,6 +9,9 @@ from ds_cp.attention.kernels import available
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.config import KEY, ConfigError, ContextParallelConfig
 
+KV_BLOCK = 8192
+"""Tokens of a block of K and V, where "offload_kv" names none."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -33,7 +36,7 @@ class ModelFacts:
 class Plan:
     """How one model's sequences are shared. ``size = ring x ulysses``; ``reasons`` says why, per field.
 
-    ``tiled_mlp`` None: wherever a forward's tokens are many. ``packed_layout`` is for batches with several documents in a row, where it pays; ``layout`` for all others.
+    ``tiled_mlp`` None: wherever a forward's tokens are many. ``offload_kv``: tokens of a block, 0 for off. ``packed_layout`` is for batches with several documents in a row, where it pays; ``layout`` for all others.
     """
 
     size: int
@@ -49,6 +52,7 @@ class Plan:
     tiled_loss: bool
     tiled_mlp: bool | None
     offload_activations: bool
+    offload_kv: int
     recompute_attention: bool
     reasons: Mapping[str, str]
 
@@ -104,9 +108,15 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         tiled_loss=config.tiled_loss is not False,  # as exact, no slower, and never [L, vocab]
         tiled_mlp=None if config.tiled_mlp == "auto" else config.tiled_mlp,
         offload_activations=config.offload_activations is True,  # auto: off, for its copies were not measured on a GPU
+        offload_kv=_kv_block(config.offload_kv),
         recompute_attention=config.recompute_attention,
         reasons=reasons,
     )
+
+
+def _kv_block(asked: bool | int | str) -> int:
+    """Tokens of a block, 0 for none; "auto" is none, for its copies were not measured on a GPU."""
+    return KV_BLOCK if asked is True else 0 if asked == "auto" else int(asked)
 
 
 def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) -> tuple[str, int, str]:

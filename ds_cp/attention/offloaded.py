@@ -9,6 +9,7 @@ however long a shard is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Callable, Iterator, Mapping, NamedTuple, Sequence
 
@@ -90,11 +91,15 @@ class Held:
     length: int
     block: int
     _rows: HostRows | None = None
-    _sums: HostRows | None = None
     _shape: tuple[int, ...] = ()
     _key: torch.Tensor | None = None
     _value: torch.Tensor | None = None
     _starts: list[int] = field(default_factory=list)
+
+    @cached_property
+    def _sums(self) -> HostRows:
+        """Of the rows' gradients."""
+        return HostRows(self._shape, torch.promote_types(self._key.dtype, torch.float32), self._key.device)
 
     def put(self, span: Run, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep K and V of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv]."""
@@ -133,9 +138,7 @@ class Held:
         return tuple(x.detach().requires_grad_() for x in (self._key, self._value))
 
     def add_gradient(self, start: int, rows: torch.Tensor) -> None:
-        """Sum up the gradient of some rows."""
-        if self._sums is None:
-            self._sums = HostRows(self._shape, rows.dtype, rows.device)
+        """Sum up the gradient of some rows, [n, B, h, d + dv]."""
         self._sums.add(start, rows)
 
     def send_home(self) -> None:

@@ -16,15 +16,19 @@ SMALL = 1 << 20
 """Bytes up to which a tensor is not worth a copy."""
 
 
-def attach(stack: torch.nn.Module) -> Callable[[], None]:
-    """Hook a stack; returns what undoes it."""
+def attach(stack: torch.nn.Module, checkpoints: bool = False) -> Callable[[], None]:
+    """Hook a stack; returns what undoes it.
+
+    Args:
+        checkpoints: whether its layers keep their inputs only, also without gradient checkpointing.
+    """
     opened: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     @torch.compiler.disable
     def before(stack: torch.nn.Module, args: tuple) -> None:
         if not stack.training or not torch.is_grad_enabled():
             return
-        if not stack.is_gradient_checkpointing:
+        if not (checkpoints or stack.is_gradient_checkpointing):
             raise BatchError(
                 '"context_parallel.offload_activations" moves what gradient checkpointing keeps, but checkpointing is off: '
                 "nothing would be moved. Switch it on (gradient_checkpointing_enable), or take the key out."
