@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_cp import tiled_layer
 from ds_cp.agreement import BatchError
+from ds_cp.alone import Alone
 from ds_cp.attention import kept, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
@@ -87,6 +88,11 @@ class Region:
     def unmasked(self) -> torch.Tensor:
         """Which tokens are no padding, [B, S] bool."""
         return self._on_device(self.documents.unmasked)
+
+    @cached_property
+    def alone(self) -> Alone:
+        """How a function that knows no documents runs on each of them by itself."""
+        return Alone.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name())
 
     def _on_device(self, per_token: Callable[[int], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(per_token(self.layout.seq_len)).to(get_accelerator().current_device_name())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Iterator
 
 from ds_cp.head_call import HeadCall
 from ds_cp.region import Region
@@ -67,6 +69,19 @@ def leave(owner: object) -> Region | None:
     if top.rng:
         top.rng.close(drawn=top.region._agreed is not None)
     return top.region
+
+
+@contextmanager
+def again(owner: object, region: Region | None) -> Iterator[None]:
+    """While ``owner``, a part of what ran in a region, runs there once more: in the backward pass, when that is closed."""
+    top = _starts(owner)
+    top.region = region
+    _running.append(top)
+    try:
+        yield
+    finally:
+        if _running and _running[-1] is top:
+            _running.pop()
 
 
 def current() -> Region | None:

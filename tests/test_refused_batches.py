@@ -186,7 +186,7 @@ BATCHES = [
     (a_list_where_a_tensor_belongs_on_rank_1, "attention_mask is a list.*found on rank 1"),
     (logits_of_a_shard, "logits.float: in training with labels a rank has the logits of its own tokens only"),
     (logits_of_a_shard_compared, "logits in !=: in training with labels a rank has the logits of its own tokens only"),
-    (other_attention, "0 of 2 attention layers went through ds_cp"),
+    (other_attention, "0 of 2 attention or recurrent layers went through ds_cp"),
     (layer_that_masks_by_itself, "LlamaAttention got no mask instead of the mask of the shared sequence"),
     (passing(block_indices=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes block_indices to its attention"),
     (passing(position_bias=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes position_bias to its attention"),

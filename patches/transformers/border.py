@@ -21,8 +21,8 @@ from ds_cp.mesh import Mesh
 from ds_cp.patches import liger, trl
 from ds_cp.patches.transformers import attention, heads, stacks, support
 from ds_cp.patches.transformers.losses import causal_lm, logits
-from ds_cp.patches.transformers.memory import mlp, offload, recompute
-from ds_cp.patches.transformers.models import families, rope
+from ds_cp.patches.transformers.memory import layers, mlp, offload, recompute
+from ds_cp.patches.transformers.models import families, recurrent, rope
 from ds_cp.patches.transformers.stacks import Stack
 from ds_cp.planner import Plan
 
@@ -88,6 +88,8 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             "Copy a model before it is attached. Nothing was changed."
         )
     parts = stacks.of(head)
+    if plan.offload_kv:
+        layers.check(parts)
     agree_on_plan(plan, plan.timeout)
     mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
     patches.install()
@@ -124,12 +126,14 @@ def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: 
         yield from (handle.remove for handle in heads.hook(head, state.vocab))
     yield from (change.attach(head) for change in (trl, causal_lm, logits))
     for module in parts:
-        yield from (change.attach(module) for change in (families, rope))
-        yield mlp.attach(module, plan.tiled_mlp)
+        yield from (change.attach(module) for change in (families, rope, recurrent))
         if plan.offload_activations:
-            yield offload.attach(module)
-        if not plan.recompute_attention:
-            yield recompute.attach(module, plan.offload_activations)
+            yield offload.attach(module, checkpoints=bool(plan.offload_kv))
+        if plan.offload_kv:  # whole layers in tiles, each its own checkpoint
+            yield layers.attach(module, plan)
+            continue
+        yield mlp.attach(module, plan.tiled_mlp)
+        yield recompute.attach(module, keeps=not plan.recompute_attention, offloads=plan.offload_activations)
 
 
 def _restore_names(implementations: list[tuple[Any, str]]) -> None:

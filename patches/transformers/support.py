@@ -34,6 +34,9 @@ VERIFIED = verified.TYPES | {name for name, (verdict, _) in COMPARED.items() if 
 
 HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"})
+"""Kinds of layers that models with recurrent layers have besides; which of their modules mix tokens is told by class."""
+
 SPARSE_KEYS = ("index_topk", "index_topk_blocks")
 """How configs spell the number of keys, or blocks of keys, that an indexer chooses per query."""
 
@@ -184,6 +187,11 @@ def attention_layers(config: Any, decoder: bool = True) -> int:
     return layers - len(getattr(config, "cross_attention_layers", None) or ())  # mllama's, which only images use
 
 
+def mixers(stack: torch.nn.Module, config: Any, decoder: bool = True) -> int:
+    """How many calls of a forward mix tokens: all of them must come through ds_cp."""
+    return layers.mixers(stack) if layers.recurrent(stack) else attention_layers(config, decoder)
+
+
 def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:
     """How many layers have which rule, as far as a config tells: an estimate for balance, which exactness ignores."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -223,11 +231,11 @@ def refuse_adapters(model: torch.nn.Module) -> None:
 
 
 def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> Iterator[str]:
-    recurrent = layers.recurrent(decoder)
-    if recurrent:
+    recurrent, unknown = layers.recurrent(decoder), layers.unknown_recurrent(decoder)
+    if unknown:
         yield (
-            f"a state, or neighbouring tokens, pass from token to token in {layers.listed(recurrent)}: that is not shared yet, "
-            "and each rank would start from nothing at its own shard."
+            f"a state, or neighbouring tokens, pass from token to token in {layers.listed(unknown)} in a way that ds_cp does not "
+            "know: each rank would start from nothing at its own shard."
         )
     alone = layers.without_interface(decoder)
     if alone:
@@ -243,11 +251,10 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             "token is another one. Build it with add_pooling_layer=False, and pool what it returns."
         )
     chosen = layers.has_indexer(decoder)
-    handled = HANDLED_LAYERS | ({"indexed_attention"} if chosen else set())
+    handled = HANDLED_LAYERS | ({"indexed_attention"} if chosen else set()) | (RECURRENT_LAYERS if recurrent else set())
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - handled):
-        if not recurrent:
-            named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
-            yield f'tokens mix in a way that is not shared yet in {named}, of kind "{kind}": each rank would mix its own only.'
+        named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
+        yield f'tokens mix in a way that is not shared yet in {named}, of kind "{kind}": each rank would mix its own only.'
     for name in rope.inside_layers(decoder):
         yield (
             f"{name} computes rotary embeddings that depend on the sequence length inside a layer: when the layer is "

@@ -1,14 +1,16 @@
-"""Gradient checkpointing: layers are recomputed in the backward pass, their attention is not.
+"""Gradient checkpointing: layers are recomputed in the backward pass, in the region of their forward; their attention is
+not.
 
 Every layer of transformers is checkpointed by its attribute ``_gradient_checkpointing_func``, whoever sets it and when:
 the model, Trainer, or the user with another kind of checkpointing. Before each forward what stands there is wrapped, so
-that each run of a layer has something to keep its attention in (:mod:`ds_cp.attention.kept`). A checkpoint around
-anything else recomputes all of it, as ever.
+that each run of a layer knows its region, and has something to keep its attention in (:mod:`ds_cp.attention.kept`). A
+checkpoint around anything else recomputes all of it, as ever, and layers that get no mask, recurrent ones, refuse it.
 """
 
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable
 
@@ -16,18 +18,22 @@ import torch
 
 from ds_cp.attention.kept import Kept
 from ds_cp.patches.transformers.memory import offload
+from ds_cp.region import Region
+from ds_cp.running import again, current
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 
 
-def attach(stack: torch.nn.Module, offloads: bool) -> Callable[[], None]:
-    """Keep the attention of a stack's checkpointed layers; returns what undoes it.
+def attach(stack: torch.nn.Module, keeps: bool, offloads: bool) -> Callable[[], None]:
+    """Tell a stack's checkpointed layers where they run; returns what undoes it.
 
     Args:
         stack: a decoder or encoder.
+        keeps: whether their attention is kept.
         offloads: whether it waits in host memory, as the layers' inputs then do.
     """
-    handle, alive = stack.register_forward_pre_hook(partial(_before_stack, offloads)), weakref.ref(stack)
+    make = (partial(Kept, offload.to_host, offload.from_host) if offloads else Kept) if keeps else _nothing_kept
+    handle, alive = stack.register_forward_pre_hook(partial(_before_stack, make)), weakref.ref(stack)
 
     def undo() -> None:
         handle.remove()
@@ -40,13 +46,13 @@ def attach(stack: torch.nn.Module, offloads: bool) -> Callable[[], None]:
 
 
 @torch.compiler.disable
-def _before_stack(offloads: bool, stack: torch.nn.Module, args: tuple) -> None:
+def _before_stack(make: Callable, stack: torch.nn.Module, args: tuple) -> None:
     # bound to no model: a deep copy's hook wraps the copy's layers
     if stack.training and torch.is_grad_enabled():
         for module in _checkpointed(stack):
             function = module.__dict__[ATTRIBUTE]
             if not _is_wrapped(function):
-                setattr(module, ATTRIBUTE, partial(_checkpoint, function, offloads))
+                setattr(module, ATTRIBUTE, partial(_checkpoint, function, make))
 
 
 def _checkpointed(stack: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -64,12 +70,16 @@ def _is_wrapped(function: Any) -> bool:
     return _is_ours(function) or any(_is_wrapped(inner) for inner in (function.func, *function.args))
 
 
-def _checkpoint(checkpoint: Callable, offloads: bool, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(checkpoint: Callable, make: Callable, layer: Callable, *args: Any, **kwargs: Any) -> Any:
     """One run of a layer under a checkpoint function. What it keeps lives as long as the checkpoint holds the layer."""
-    kept = Kept(offload.to_host, offload.from_host) if offloads else Kept()
-    return checkpoint(partial(_run, kept, layer), *args, **kwargs)
+    region = current()
+    return checkpoint(partial(_run, make(), region, layer) if region else layer, *args, **kwargs)
 
 
-def _run(kept: Kept, layer: Callable, *args: Any, **kwargs: Any) -> Any:
-    with kept.run():
+def _run(kept: Kept | None, region: Region, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+    with kept.run() if kept else nullcontext(), again(layer, region):
         return layer(*args, **kwargs)
+
+
+def _nothing_kept() -> None:
+    """Instead of :class:`Kept`, where attention runs again."""

@@ -3,16 +3,15 @@ which attend by themselves, and which pass a state from token to token."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from functools import cache
-from types import CodeType
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from ds_cp.patches.transformers.models import families, indexed
+from ds_cp.patches.transformers.models.code import names_in
+from ds_cp.patches.transformers.models.recurrent import is_shared
 
 ATTENTION = re.compile("Attention|MLA")
 RECURRENT = re.compile(
@@ -28,6 +27,7 @@ def without_interface(decoder: torch.nn.Module) -> list[str]:
         f"{name} ({type(module).__name__})"
         for name, module in _own_modules(decoder)
         if _is_attention(module)
+        and not is_shared(type(module))
         and not _reaches_interface(module)
         and not any(_is_attention(inner) for inner in module.modules() if inner is not module)
     ]
@@ -35,7 +35,21 @@ def without_interface(decoder: torch.nn.Module) -> list[str]:
 
 def recurrent(decoder: torch.nn.Module) -> list[str]:
     """Modules that pass a state, or neighbours, from token to token."""
-    return _outermost(decoder, lambda module: module is not decoder and _is_recurrent(type(module)))
+    return _outermost(decoder, lambda module: module is not decoder and _is_recurrent(module))
+
+
+def unknown_recurrent(decoder: torch.nn.Module) -> list[str]:
+    """Those in which nothing is shared."""
+
+    def unknown(module: torch.nn.Module) -> bool:
+        return _is_recurrent(module) and not any(is_shared(type(part)) for part in module.modules())
+
+    return _outermost(decoder, lambda module: module is not decoder and unknown(module))
+
+
+def mixers(decoder: torch.nn.Module) -> int:
+    """How many modules mix tokens, as attention or recurrent layers: all of them must come through ds_cp."""
+    return sum(is_shared(type(module)) or _attends_itself(module) for _, module in _own_modules(decoder))
 
 
 def attends(decoder: torch.nn.Module) -> bool:
@@ -87,36 +101,15 @@ def _is_attention(module: torch.nn.Module) -> bool:
     return ATTENTION.search(type(module).__name__) is not None
 
 
+def _is_recurrent(module: torch.nn.Module) -> bool:
+    return is_shared(type(module)) or any(map(RECURRENT.search, names_in(type(module))))
+
+
 def _reaches_interface(module: torch.nn.Module) -> bool:
-    return any(
-        (families.replaced(type(part)) is not None and type(part).__name__ not in indexed.INDEXERS)
-        or _refers(type(part), "ALL_ATTENTION_FUNCTIONS")
-        for part in module.modules()
-    )
+    return any(map(_attends_itself, module.modules()))
 
 
-@cache
-def _is_recurrent(kind: type) -> bool:
-    return any(RECURRENT.search(name) for code in _codes(kind) for name in code.co_names)
-
-
-@cache
-def _refers(kind: type, name: str) -> bool:
-    return any(name in code.co_names for code in _codes(kind))
-
-
-def _codes(kind: type) -> Iterator[CodeType]:
-    """The code of a class's methods, without those of torch."""
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] == "torch":
-            continue
-        for value in vars(base).values():
-            function = _function(value)
-            if function is not None:
-                yield function.__code__
-
-
-def _function(value: Any) -> Any:
-    value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-    value = inspect.unwrap(value) if callable(value) else value
-    return value if inspect.isfunction(value) else None
+def _attends_itself(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    replaced = families.replaced(kind) is not None and kind.__name__ not in indexed.INDEXERS
+    return replaced or (not isinstance(module, PreTrainedModel) and "ALL_ATTENTION_FUNCTIONS" in names_in(kind))

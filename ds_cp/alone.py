@@ -1,0 +1,98 @@
+"""Each document by itself, for functions that know no documents: recurrences, short convolutions.
+
+A batch is cut into its documents, and documents of like length run side by side, padded on the right, which a function
+that only looks back does not see. A row that is one document needs no cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ds_cp.documents import Documents
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents that run side by side.
+
+    Attributes:
+        count, length: documents, and tokens of the longest.
+        tokens: where their tokens are in the flat batch [B * S], int64 [n].
+        slots: where they go in [count * length], int64 [n].
+    """
+
+    count: int
+    length: int
+    tokens: torch.Tensor
+    slots: torch.Tensor
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, ...] to [count, length, ...]; zeros behind each document."""
+        out = x.new_zeros((self.count * self.length, *x.shape[2:]))
+        return out.index_copy(0, self.slots, x.flatten(0, 1).index_select(0, self.tokens)).unflatten(
+            0, (self.count, self.length)
+        )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """How to run each document by itself.
+
+    Attributes:
+        batches: the documents, each once; None where rows can run as they are.
+    """
+
+    batches: tuple[Batch, ...] | None
+
+    @staticmethod
+    def of(documents: Documents, seq_len: int, device: str, at_once: bool = False) -> "Alone":
+        """
+        Args:
+            documents: of the batch.
+            seq_len: S.
+            device: where the batch is.
+            at_once: all documents in one batch. Otherwise lengths of one batch differ by less than a factor of two, so
+                that padding is less than half, and there are at most log2(S) + 1 batches.
+        """
+        if all(len(lines) <= 1 and not lines[:, :1].any() for lines in documents.ranges):
+            return Alone(None)  # what stands behind a row's only document is padding that it does not see
+        alike: dict[int, list[np.ndarray]] = {}
+        for row, lines in enumerate(documents.ranges):
+            for start in np.unique(lines[:, 0]):
+                runs = [np.arange(*run) for run in lines[lines[:, 0] == start][:, 2:]]
+                tokens = row * seq_len + np.concatenate(runs)
+                alike.setdefault(0 if at_once else len(tokens).bit_length(), []).append(tokens)
+        return Alone(tuple(_batch(found, device) for _, found in sorted(alike.items())))
+
+    def run(self, function: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Call a function that looks back only, on documents instead of rows.
+
+        Args:
+            function: [n, m, ...] each, to some of [n, m, ...].
+            tensors: [B, S, ...] each.
+
+        Returns:
+            What it returns, [B, S, ...] each; zeros where there is no document.
+        """
+        if self.batches is None:
+            return list(function(*tensors))
+        shape, wholes = tensors[0].shape[:2], []
+        for batch in self.batches:
+            outs = [out.flatten(0, 1) for out in function(*map(batch.take, tensors))]
+            wholes = wholes or [out.new_zeros((shape.numel(), *out.shape[1:])) for out in outs]
+            wholes = [
+                whole.index_copy(0, batch.tokens, out.index_select(0, batch.slots))
+                for whole, out in zip(wholes, outs, strict=True)
+            ]
+        return [whole.unflatten(0, shape) for whole in wholes]
+
+
+def _batch(documents: list[np.ndarray], device: str) -> Batch:
+    length = max(map(len, documents))
+    slots = np.concatenate([i * length + np.arange(len(tokens)) for i, tokens in enumerate(documents)])
+    tokens, slots = (torch.from_numpy(each).to(device) for each in (np.concatenate(documents), slots))
+    return Batch(len(documents), length, tokens, slots)
