@@ -11,10 +11,9 @@ import atexit
 import itertools
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Iterator, Sequence
+from typing import Sequence
 
 import torch
 import torch.distributed
@@ -52,30 +51,13 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Turn a backend's failure into a sentence that names rank, group and exchange.
-
-        gloo raises it here after the timeout; NCCL's own watchdog ends the process instead, and the next agreement on a
-        batch, which runs on gloo, is what says the sentence on the ranks that are left.
-        """
-        start = time.monotonic()
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise GroupError(
-                f"rank {self.ranks[self.rank]} lost its {self.name} group {list(self.ranks)} in '{what}', after "
-                f"{time.monotonic() - start:.1f} s (timeout {self.timeout:g} s). Another rank of the group has failed, "
-                "hangs, or runs a different program: look for the first error among these ranks. "
-                f'A slow first step needs a larger "context_parallel.timeout". Backend: {error}'
-            ) from error
+    def _waiting(self, what: str) -> "_Waiting":
+        return _Waiting(self, what)
 
     def _count(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         word = what.split(" ", 1)[0]
         self.calls[word] += 1
-        self.sent[word] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.sent[word] += sum(tensor.nbytes for tensor in tensors)
 
     def swap(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], what: str
@@ -104,9 +86,8 @@ class Group:
     ) -> torch.Tensor:
         """Send ``send_counts[i]`` rows of dim 0 to rank i, concatenate what arrives along dim 0."""
         received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
-        own = tensor.narrow(0, sum(send_counts[: self.rank]), send_counts[self.rank])
         self._count(what, [tensor])
-        self.sent[what.split(" ", 1)[0]] -= own.numel() * own.element_size()
+        self.sent[what.split(" ", 1)[0]] -= tensor.nbytes * send_counts[self.rank] // max(1, len(tensor))
         with self._waiting(what):
             dist.all_to_all_single(received, tensor.contiguous(), list(receive_counts), list(send_counts), self.handle)
         return received
@@ -141,6 +122,32 @@ class Group:
         with self._waiting(what):
             torch.distributed.all_gather_object(values, value, group=self.handle)
         return values
+
+
+class _Waiting:
+    """Turns a backend's failure into a sentence that names rank, group and exchange.
+
+    gloo raises it here after the timeout; NCCL's own watchdog ends the process instead, and the next agreement on a batch,
+    which runs on gloo, is what says the sentence on the ranks that are left.
+    """
+
+    __slots__ = "_group", "_start", "_what"
+
+    def __init__(self, group: Group, what: str):
+        self._group, self._what, self._start = group, what, time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            group = self._group
+            raise GroupError(
+                f"rank {group.ranks[group.rank]} lost its {group.name} group {list(group.ranks)} in '{self._what}', after "
+                f"{time.monotonic() - self._start:.1f} s (timeout {group.timeout:g} s). Another rank of the group has failed, "
+                "hangs, or runs a different program: look for the first error among these ranks. "
+                f'A slow first step needs a larger "context_parallel.timeout". Backend: {error}'
+            ) from error
 
 
 class Pending:

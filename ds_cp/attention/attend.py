@@ -12,7 +12,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from ds_cp.attention.exchange import Exchange, Pair, as_heads
+from ds_cp.attention.exchange import Exchange, InTurn, Pair, as_heads
 from ds_cp.attention.kept import Kept
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.merge import fold_in, merge, sink_gradient
@@ -136,11 +136,12 @@ def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tens
     call = call._replace(score=replace(call.score, gradients=d_tables))
     dq = Sum(q.shape, q, q.dtype if queries.alone else precise, queries.gaps)
     own = tuple(Sum(x.shape, x, x.dtype if keys[0].alone else precise, keys[0].gaps) for x in (k, v))
+    parcels = InTurn(2)  # one is filled while the one before is on its way
     for (step, k_rows, v_rows), of_step, covered in zip(exchange.pieces(k, v), pieces, keys):
         leaves = step is not exchange.steps[0]
         dk, dv = own
         if leaves:
-            parcel = q.new_empty((count(step.rows), *k.shape[:2], k.size(-1) + v.size(-1)), dtype=precise)
+            parcel = parcels.rows(q, (count(step.rows), *k.shape[:2], k.size(-1) + v.size(-1)), precise)
             dk, dv = (Sum(x.shape, x, precise, covered.gaps, total=x) for x in as_heads(parcel, k.size(-1)))
         for (work, q_at, k_at), score in _scored(of_step, step, call):
             parts = call.kernel.backward(

@@ -7,6 +7,7 @@ straight from their owner; gradients return in one hop.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Iterator, Protocol, Sequence
 
 import torch
@@ -39,6 +40,26 @@ class Exchange(Protocol):
         """Wait until every gradient is home."""
 
 
+class InTurn:
+    """Memory that the pieces of one pass use in turn, so that a pass allocates as often as pieces are in use at a time.
+
+    A piece's memory is lent again ``turns`` pieces later. On CUDA whoever writes to it then must stand behind its last
+    reader in the current stream's order, as :meth:`Group.swap` does. It goes with the pass: nothing lives on that the rest
+    of a layer could use better, and an exception leaves nothing that could be lent twice.
+    """
+
+    def __init__(self, turns: int):
+        self._turns: deque[torch.Tensor | None] = deque([None] * turns)
+
+    def rows(self, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised rows of a shape; all pieces' rows look alike, only their number differs."""
+        memory = self._turns.popleft()
+        if memory is None or len(memory) < shape[0]:
+            memory = like.new_empty(shape, dtype=dtype)
+        self._turns.append(memory)
+        return memory[: shape[0]]
+
+
 class PeerExchange:
     """Rows by point-to-point messages inside a group.
 
@@ -51,6 +72,7 @@ class PeerExchange:
 
     def __init__(self, group: Group, steps: Sequence[Step], ahead: int, word: str):
         self.group, self.steps, self.ahead, self.word = group, steps, ahead, word
+        self._arriving, self._home = InTurn(ahead + 1), InTurn(1)  # a step's rows are used while others are under way
         self._returning: tuple[Pending, torch.Tensor, tuple[Run, ...]] | None = None
 
     def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
@@ -67,7 +89,7 @@ class PeerExchange:
 
     def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
         self.finish(home)
-        buffer = grad_rows.new_empty((count(step.target_rows), *grad_rows.shape[1:]))
+        buffer = self._home.rows(grad_rows, (count(step.target_rows), *grad_rows.shape[1:]), grad_rows.dtype)
         sends = [(step.source, grad_rows)] if len(grad_rows) else []
         receives = [(step.target, buffer)] if len(buffer) else []
         pending = self.group.swap(sends, receives, f"{self.word} gradients from rank {step.target} of the ring")
@@ -83,7 +105,7 @@ class PeerExchange:
             self._returning = None
 
     def _start(self, step: Step, rows: torch.Tensor) -> tuple[Pending, torch.Tensor]:
-        buffer = rows.new_empty((count(step.rows), *rows.shape[1:]))
+        buffer = self._arriving.rows(rows, (count(step.rows), *rows.shape[1:]), rows.dtype)
         sends = [(step.target, select(rows, step.target_rows))] if step.target_rows else []
         receives = [(step.source, buffer)] if step.rows else []
         pending = self.group.swap(sends, receives, f"{self.word} rows from rank {step.source} of the ring")

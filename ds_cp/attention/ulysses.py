@@ -8,10 +8,11 @@ message per rank, a row per token: what arrives is used where it lies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from itertools import accumulate
+from functools import cached_property
+from itertools import groupby
 from math import gcd
-from typing import Iterator, Protocol, Sequence
+from operator import mul
+from typing import Protocol, Sequence
 
 import torch
 
@@ -33,6 +34,11 @@ class HeadSplit:
     query: tuple[int, ...]
     key: tuple[int, ...]
     repeat: int
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Ranks side by side that compute as many heads as each other: (ranks, query heads, key heads); one run if even."""
+        return [(len(list(alike)), *heads) for heads, alike in groupby(zip(self.query, self.key))]
 
     @staticmethod
     def plan(query_heads: int, key_heads: int, ranks: int) -> "HeadSplit | None":
@@ -91,60 +97,53 @@ class Ulysses:
     def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         if self.split.repeat > 1:
             keys = [x.repeat_interleave(self.split.repeat, dim=1) for x in keys]
-        tensors, splits = self._with_splits(queries, keys)
+        tensors, size, me = [*queries, *keys], self.group.size, self.group.rank
         batch, _, length, _ = tensors[0].shape
-        dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-        widths = [self._width(tensors, splits, rank) for rank in range(self.group.size)]
-        parcels = tensors[0].new_empty(length * batch * sum(widths), dtype=dtype)
-        starts = [list(accumulate(split, initial=0)) for split in splits]
-        for rank, parcel in enumerate(parcels.split([length * batch * width for width in widths])):
-            columns = self._columns(parcel.view(length, batch, -1), tensors, splits, rank)
-            for x, start, column in zip(tensors, starts, columns):
-                column.copy_(x[:, start[rank] : start[rank + 1]].permute(2, 0, 1, 3))
-        mine = length * batch * widths[self.group.rank]
-        received = self.group.all_to_all(
-            parcels, [length * batch * width for width in widths], [mine] * self.group.size, f"{word} all-to-all"
+        parcels, counts, heads_before = [], [], [0] * len(tensors)
+        for ranks, heads in self._runs(queries, keys):
+            columns = []
+            for i, (x, n) in enumerate(zip(tensors, heads)):
+                mine = x.narrow(1, heads_before[i], ranks * n)
+                columns.append(mine.reshape(batch, ranks, n, length, -1).permute(1, 3, 0, 2, 4).flatten(3))
+                heads_before[i] += ranks * n
+            parcels.append(torch.cat(columns, dim=-1).view(-1))  # [ranks, L, B, width]
+            counts += [parcels[-1].numel() // ranks] * ranks
+        received = self.group.all_to_all(_joined(parcels, 0), counts, [counts[me]] * size, f"{word} all-to-all")
+        heads = [split[me] for split in self._splits(queries, keys)]
+        columns = received.view(size * length, batch, -1).split(
+            [n * x.size(-1) for x, n in zip(tensors, heads)], dim=-1
         )
-        rows = received.view(self.group.size * length, batch, -1)
-        return [x.permute(1, 2, 0, 3) for x in self._columns(rows, tensors, splits, self.group.rank)]
+        return [x.view(size * length, batch, n, -1).permute(1, 2, 0, 3) for x, n in zip(columns, heads)]
 
     def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
-        tensors, splits = self._with_splits(queries, keys)
+        tensors, size = [*queries, *keys], self.group.size
         batch, _, total, _ = tensors[0].shape
-        length = total // self.group.size
-        widths = [self._width(tensors, splits, rank) for rank in range(self.group.size)]
-        columns = [x.permute(2, 0, 1, 3).flatten(2) for x in tensors]
-        parcels = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
-        counts = [length * batch * width for width in widths]
-        received = self.group.all_to_all(
-            parcels.reshape(-1), [counts[self.group.rank]] * self.group.size, counts, f"{word} all-to-all"
-        )
-        # [B, L, heads, d] underneath, so that a model's transpose back is free
-        whole = [received.new_empty(batch, length, sum(split), x.size(-1)) for x, split in zip(tensors, splits)]
-        for rank, parcel in enumerate(received.split(counts)):
-            columns = self._columns(parcel.view(length, batch, -1), tensors, splits, rank)
-            for x, split, column in zip(whole, splits, columns):
-                start = sum(split[:rank])
-                x[:, :, start : start + split[rank]] = column.transpose(0, 1)
+        length, dims = total // size, [x.size(-1) for x in tensors]
+        parcels = _joined([x.permute(2, 0, 1, 3).flatten(2) for x in tensors], -1).reshape(-1)
+        runs = self._runs(queries, keys)
+        counts = [length * batch * sum(map(mul, heads, dims)) for ranks, heads in runs for _ in range(ranks)]
+        received = self.group.all_to_all(parcels, [parcels.numel() // size] * size, counts, f"{word} all-to-all")
+        whole, start = [[] for _ in tensors], 0
+        for ranks, heads in runs:
+            widths = list(map(mul, heads, dims))
+            stop = start + ranks * length * batch * sum(widths)
+            columns = received[start:stop].view(ranks, length, batch, -1).split(widths, dim=-1)
+            # [B, L, heads, d] underneath, so that a model's transpose back is free
+            for parts, x, n, dim in zip(whole, columns, heads, dims):
+                parts.append(x.permute(2, 1, 0, 3).reshape(batch, length, ranks * n, dim))
+            start = stop
+        whole = [_joined(parts, 2) for parts in whole]
         if self.split.repeat > 1:
             whole[len(queries) :] = [x.unflatten(2, (-1, self.split.repeat)).sum(3) for x in whole[len(queries) :]]
         return [x.transpose(1, 2) for x in whole]
 
-    def _with_splits(self, queries: Tensors, keys: Tensors) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
-        return [*queries, *keys], [self.split.query] * len(queries) + [self.split.key] * len(keys)
+    def _splits(self, queries: Tensors, keys: Tensors) -> list[tuple[int, ...]]:
+        return [self.split.query] * len(queries) + [self.split.key] * len(keys)
 
-    @staticmethod
-    def _width(tensors: Tensors, splits: Sequence[Sequence[int]], rank: int) -> int:
-        """Elements of a token's row that belong to one rank."""
-        return sum(split[rank] * x.size(-1) for x, split in zip(tensors, splits))
+    def _runs(self, queries: Tensors, keys: Tensors) -> list[tuple[int, list[int]]]:
+        """Neighbours with as many heads as each other travel in one copy: (how many ranks, heads of each per tensor)."""
+        return [(ranks, [q] * len(queries) + [k] * len(keys)) for ranks, q, k in self.split.runs]
 
-    @staticmethod
-    def _columns(
-        rows: torch.Tensor, tensors: Tensors, splits: Sequence[Sequence[int]], rank: int
-    ) -> Iterator[torch.Tensor]:
-        """The views [n, B, heads of the rank, d] of rows [n, B, width]: one per tensor, side by side."""
-        start = 0
-        for x, split in zip(tensors, splits):
-            heads, dim = split[rank], x.size(-1)
-            yield rows[..., start : start + heads * dim].unflatten(-1, (heads, dim))
-            start += heads * dim
+
+def _joined(parts: Tensors, dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)

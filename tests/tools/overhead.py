@@ -1,6 +1,8 @@
-"""What a layer's attention costs beside the kernel and the messages: `python tests/tools/overhead.py [length]`.
+"""What ds_cp costs per layer beside kernel and messages: `python tests/tools/overhead.py [length]`.
 
-CPU time of the calling thread at a small length, the fastest tenth of many calls: other work on the machine makes the rest slower.
+A layer's attention alternates with the same calls of the same kernel and the same messages in the same order, written
+straight with torch: what one run of ds_cp asked of them is recorded, then replayed. The difference is ds_cp with all that
+it needs of autograd. Medians over many pairs on each rank, of the calling thread's CPU time and of wall time.
 """
 
 import statistics
@@ -11,63 +13,107 @@ import torch
 
 from ds_cp.cli.ranks import run_on_ranks
 
-CALLS = 400
+CALLS = 600
 
 
-class Clock:
-    """Time inside some methods, taken out of what runs around them."""
+class Recorder:
+    """Calls of the kernel and messages, as functions that repeat them."""
 
     def __init__(self):
-        self.inside = 0.0
+        self.calls, self._works = [], {}
 
-    def watch(self, owner, name):
-        method = getattr(owner, name)
+    def replay(self):
+        for call in self.calls:
+            call()
 
-        def timed(*args, **kwargs):
-            start = time.thread_time()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.inside += time.thread_time() - start
+    def of_kernel(self, function):
+        def recorded(*args):
+            self.calls.append(lambda: function(*args))
+            return function(*args)
 
-        setattr(owner, name, timed)
+        return recorded
+
+    def of_messages(self, ops):
+        def start(op):
+            call = torch.distributed.isend if op.op is torch.distributed.isend else torch.distributed.irecv
+            self._works[id(op)] = call(op.tensor, op.peer, op.group)
+
+        def waiting(op):
+            start(op)
+            work, wait = self._works[id(op)], lambda: self._works.pop(id(op)).wait()
+            return type("Waited", (), {"wait": lambda _: (self.calls.append(wait), work.wait())})()
+
+        self.calls += [lambda op=op: start(op) for op in ops]
+        return [waiting(op) for op in ops]
+
+    def of_collective(self, *args, **kwargs):
+        exchange = self._all_to_all
+        self.calls.append(lambda: exchange(*args, **kwargs))
+        return exchange(*args, **kwargs)
+
+    def record(self, run):
+        """Run, and keep what it calls."""
+        from ds_cp.attention.kernels import torch_flash
+
+        self._all_to_all = torch.distributed.all_to_all_single
+        places = (
+            (torch_flash, "_forward_cpu", self.of_kernel(torch_flash._forward_cpu)),
+            (torch_flash, "_backward_cpu", self.of_kernel(torch_flash._backward_cpu)),
+            (torch.distributed, "batch_isend_irecv", self.of_messages),
+            (torch.distributed, "all_to_all_single", self.of_collective),
+        )
+        before = [getattr(owner, name) for owner, name, _ in places]
+        for owner, name, mine in places:
+            setattr(owner, name, mine)
+        run()
+        for (owner, name, _), theirs in zip(places, before):
+            setattr(owner, name, theirs)
+        assert self.calls, "nothing was recorded"
+        return self.replay
 
 
-def measure(length):
-    from ds_cp.attention.kernels.torch_flash import TorchKernel
+def layer(method, length):
+    """A layer's attention, forward, and forward and backward."""
     from ds_cp.attention.score import Score
     from ds_cp.config import read
     from ds_cp.documents import Documents
     from ds_cp.layout import Layout
-    from ds_cp.mesh import Group, Pending, build
+    from ds_cp.mesh import build
     from ds_cp.planner import ModelFacts, resolve
     from ds_cp.region import Region
     from ds_cp.rules import CAUSAL
 
-    clock = Clock()
-    for owner, names in ((TorchKernel, ("forward", "backward")), (Group, ("swap", "all_to_all")), (Pending, ("wait",))):
-        for name in names:
-            clock.watch(owner, name)
+    plan = resolve(read({"size": 2, "method": method}), ModelFacts("tool", ((8, 2),)), 2, "cpu")
+    layout = Layout(2 * length, plan.ring, plan.ulysses, plan.layout)
+    region = Region(plan, build(plan.ring, plan.ulysses, plan.timeout), layout, Documents.find(1, 2 * length))
+    q, k, v, grad = (torch.randn(1, length, heads, 64).transpose(1, 2) for heads in (8, 2, 2, 8))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def forward():
+        return region.attend(q, k, v, CAUSAL, Score(0.125))
+
+    return {"forward": forward, "forward and backward": lambda: forward().backward(grad)}
+
+
+def measure(length, calls=CALLS):
     rows = []
     for method in ("ring", "ulysses"):
-        plan = resolve(read({"size": 2, "method": method}), ModelFacts("tool", ((8, 2),)), 2, "cpu")
-        layout = Layout(2 * length, plan.ring, plan.ulysses, plan.layout)
-        region = Region(plan, build(plan.ring, plan.ulysses, plan.timeout), layout, Documents.find(1, 2 * length))
-        q, k, v, grad = (torch.randn(1, length, heads, 64).transpose(1, 2) for heads in (8, 2, 2, 8))
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        for what, backward in (("forward", False), ("forward and backward", True)):
-            own, all_of_it = [], []
-            for _ in range(CALLS):
-                clock.inside, start = 0.0, time.thread_time()
-                out = region.attend(q, k, v, CAUSAL, Score(0.125))
-                if backward:
-                    out.backward(grad)
-                all_of_it.append(time.thread_time() - start)
-                own.append(all_of_it[-1] - clock.inside)
-            rows.append((method, what, *(1e3 * statistics.quantiles(times, n=10)[0] for times in (own, all_of_it))))
+        for what, mine in layer(method, length).items():
+            mine()
+            pair, times = (mine, Recorder().record(mine)), ([], [])
+            for index in range(2 * calls):
+                cpu, wall = time.thread_time(), time.perf_counter()
+                pair[index % 2]()
+                times[index % 2].append((time.thread_time() - cpu, time.perf_counter() - wall))
+            medians = [[1e3 * statistics.median(column) for column in zip(*one)] for one in times]
+            rows.append((method, what, *medians))
     return rows
 
 
 if __name__ == "__main__":
-    for method, what, own, whole in run_on_ranks(2, measure, int((sys.argv[1:] or [64])[0]))[0]:
-        print(f"{method:8} {what:21} {own:.3f} ms of {whole:.3f} ms beside kernel and messages")
+    for rows in zip(*run_on_ranks(2, measure, int((sys.argv[1:] or [64])[0]))):
+        mine, bare = ([statistics.mean(column) for column in zip(*of)] for of in list(zip(*rows))[2:])
+        print(
+            f"{rows[0][0]:8} {rows[0][1]:21} CPU {mine[0] - bare[0]:.3f} ms ({mine[0]:.3f} - {bare[0]:.3f}), "
+            f"wall {mine[1] - bare[1]:.3f} ms ({mine[1]:.3f} - {bare[1]:.3f})"
+        )

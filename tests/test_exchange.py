@@ -1,0 +1,43 @@
+"""Memory of an exchange: what is allocated in a pass, and when it is lent again."""
+
+import pytest
+import torch
+
+from ds_cp.attention import in_process
+from ds_cp.attention.exchange import InTurn, PeerExchange
+from ds_cp.documents import Documents
+from ds_cp.layout import Layout
+from ds_cp.mask import schedule
+from ds_cp.rules import OPEN, Band
+
+RANKS = 5
+
+
+@pytest.mark.parametrize("ahead, memories", [(1, 2), (2, 3), (RANKS - 1, RANKS - 1)])
+def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, memories):
+    layout = Layout(8 * RANKS, RANKS, 1, "contiguous")
+    segments = Documents.find(1, 8 * RANKS).segments(Band(OPEN, OPEN))
+
+    def rank(group):
+        exchange = PeerExchange(group, schedule(segments, layout, group.rank), ahead, "forward")
+        key = torch.full((1, 2, 8, 4), float(group.rank))
+        held, home = [], (torch.zeros_like(key), torch.zeros_like(key))
+        for step, k, v in exchange.pieces(key, key + 0.5):
+            assert (k == step.source).all() and (v == step.source + 0.5).all()
+            held += [k] if step.source != group.rank else []  # held: an allocator could not lend it again
+            if step.source != group.rank:
+                exchange.send_home(step, torch.full((8, 1, 2, 8), float(group.rank)), home)
+        exchange.finish(home)
+        assert all((x == sum(range(RANKS)) - group.rank).all() for x in home)
+        return len({k.untyped_storage().data_ptr() for k in held})
+
+    assert in_process.run(RANKS, rank) == [memories] * RANKS
+
+
+def test_memory_grows_to_the_largest_piece_and_is_lent_again():
+    like, memory = torch.zeros(1), InTurn(2)
+    pieces = [memory.rows(like, (n, 3), torch.float64) for n in (2, 4, 6, 1, 5, 0)]
+    assert [tuple(piece.shape) for piece in pieces] == [(n, 3) for n in (2, 4, 6, 1, 5, 0)]
+    places = [piece.untyped_storage().data_ptr() for piece in pieces]
+    assert places[4] == places[2] != places[0]  # the third outgrew the first's memory
+    assert places[1] == places[3] == places[5]
