@@ -51,6 +51,14 @@ SIZES: dict[str, int | float | None] = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention_window", "window_size"), 6),
     # keys chosen by an indexer: fewer than a row has, with heads enough that scores seldom tie
     **{"index_topk": 7, "index_n_heads": 16, "index_head_dim": 16},
+    # recurrent layers: chunks shorter than a row
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 8),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 16),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_key_heads"), 4),
+    "mamba_d_ssm": 128,
     "initializer_range": 0.15,
     "num_kv_shared_layers": 0,
 }
@@ -61,6 +69,9 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 
 KEY_HEAD_NAMES = ("num_key_value_heads", "kv_n_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
                   "num_global_key_value_heads")  # fmt: skip
+
+CAUSAL_PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+"""The part of a type's config that its causal LM class takes, where that is not the whole."""
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -94,6 +105,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]},
     "dbrx": {"attn_config": {"kv_n_heads": KEY_HEADS, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "zaya": {"num_experts_per_tok": 1},
+    "bailing_hybrid": {"num_expert_group": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 16, "n_groups": 2},
+    "zamba": {
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 2 * HEADS * HEAD_DIM, "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "zamba2": {
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "hybrid_layer_ids": [1, 2],
+        "attention_hidden_size": 2 * HEADS * HEAD_DIM, "attention_head_dim": 2 * HEAD_DIM, "mamba_headdim": 2 * HEAD_DIM,
+    },
     "longcat_flash": {
         "head_dim": HEAD_DIM, "qk_head_dim": 2 * HEAD_DIM, "expert_ffn_hidden_size": 32, "zero_expert_num": 2,
     },
@@ -101,21 +123,48 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bert": {"is_decoder": True},
     "xlm": {"n_words": VOCAB, "emb_dim": HEADS * HEAD_DIM},
     "xlnet": {"d_head": HEAD_DIM},
+    "qwen4_exp_text": {
+        "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "indexer_head_dim": HEAD_DIM, "indexer_budget": 8, "hc_lowrank": 8, "ple_embed_dim": HEADS * HEAD_DIM, "ple_layer_ids": [1],
+        "ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "heads_per_ngram": 2,
+    },
 }
 # fmt: on
 
+
+ASSISTANT = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    "enable_moe_block": False, "use_double_wide_mlp": False,
+}  # fmt: skip
+INDEXED = {
+    "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1], "eos_token_id": 2,
+}  # fmt: skip
 
 REAL: dict[str, dict[str, Any]] = {
     # where transformers' default config is not what the type's checkpoints are
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "bamba": {"attn_layer_indices": [1, 9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 20,
         "rope_parameters": {
             name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")
         },
     },
+    # an assistant attends to the keys of the model that it assists, in all of its layers
+    **{
+        f"{name}_assistant": {"text_config": {"model_type": f"{name}_text", **ASSISTANT}}
+        for name in ("gemma4", "gemma4_unified")
+    },
     # what it leaves open
+    **{
+        name: {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
+        for name in CAUSAL_PART
+    },
+    "qwen4_exp_text": INDEXED,
+    "qwen4_exp": {"text_config": INDEXED},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "nemotron": {"num_key_value_heads": 8},
@@ -132,6 +181,24 @@ def model_config(model_type: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type](**copy.deepcopy(REAL.get(model_type, {})))
+
+
+def empty_model(model_type: str) -> Any:
+    """A causal LM of the type in real size, without memory."""
+    import torch
+
+    with torch.device("meta"):
+        return causal_lm(model_config(model_type))
+
+
+def causal_lm(config: Any, **how: Any) -> Any:
+    """The causal LM of a config, as ``AutoModelForCausalLM.from_config`` makes it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if part := CAUSAL_PART.get(config.model_type):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(getattr(config, part), **how)
+    return AutoModelForCausalLM.from_config(config, **how)
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:

@@ -27,8 +27,8 @@ def without_interface(decoder: torch.nn.Module) -> list[str]:
         f"{name} ({type(module).__name__})"
         for name, module in _own_modules(decoder)
         if _is_attention(module)
-        and not is_shared(type(module))
         and not _reaches_interface(module)
+        and not any(is_shared(type(part)) for part in module.modules())
         and not any(_is_attention(inner) for inner in module.modules() if inner is not module)
     ]
 
@@ -39,12 +39,10 @@ def recurrent(decoder: torch.nn.Module) -> list[str]:
 
 
 def unknown_recurrent(decoder: torch.nn.Module) -> list[str]:
-    """Those in which nothing is shared."""
-
-    def unknown(module: torch.nn.Module) -> bool:
-        return _is_recurrent(module) and not any(is_shared(type(part)) for part in module.modules())
-
-    return _outermost(decoder, lambda module: module is not decoder and unknown(module))
+    """Those in which nothing is shared, and that are no part of one that is."""
+    known = {part for module in decoder.modules() if is_shared(type(module)) for part in module.modules()}
+    around = {module for module in decoder.modules() if not known.isdisjoint(module.modules())}
+    return _outermost(decoder, lambda module: _is_recurrent(module) and module not in known | around | {decoder})
 
 
 def mixers(decoder: torch.nn.Module) -> int:
