@@ -27,6 +27,7 @@ from ds_cp.attention.offloaded import Held, OnlyQueries
 from ds_cp.attention.score import Score
 from ds_cp.layout import Run
 from ds_cp.tiled_module import Gradients, autocast_of
+from ds_cp.unchanged import Unchanged
 
 Hold = Callable[[int], Held]
 """Makes the store of a layer's K and V, given the rows of a block."""
@@ -102,17 +103,19 @@ def run_in_tiles(
 
     Raises:
         BatchError: the layer draws random numbers, attends twice or not at all.
+        RuntimeError: in the backward pass, if the layer's weights are no longer those of the forward pass.
     """
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not torch.is_grad_enabled():
         kept = None
-    return _Tiled.apply(x, _Layer(run, x.size(1), block, kept, autocast_of(x.device.type)), *parameters)
+    return _Tiled.apply(x, _Layer(module, run, x.size(1), block, kept, autocast_of(x.device.type)), *parameters)
 
 
 @dataclass(eq=False)
 class _Layer:
     """What has no gradient."""
 
+    module: torch.nn.Module
     run: Callable[[torch.Tensor, slice], torch.Tensor]
     length: int
     block: int
@@ -123,14 +126,14 @@ class _Layer:
     def spans(self) -> list[Run]:
         return [(start, min(start + self.block, self.length)) for start in range(0, self.length, self.block)]
 
-    def hold(self, x: torch.Tensor) -> Held:
+    def hold(self, x: torch.Tensor, word: str) -> Held:
         """K and V of all tokens."""
         held = None
         for tokens in self.spans:
             key, value, make = self.until_attention(x[:, slice(*tokens)], tokens)
             held = held or make(self.block)
-            held.put(tokens, key, value)
-        held.complete()
+            held.put(tokens, key, value, word)
+        held.complete(word)
         return held
 
     def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, Hold]:
@@ -171,10 +174,10 @@ class _Layer:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, *parameters):
-        ctx.layer, ctx.parameters = layer, parameters
+        ctx.layer, ctx.parameters, ctx.unchanged = layer, parameters, Unchanged(layer.module)
         ctx.save_for_backward(x)
         before, out = rng.state(), None
-        held = layer.hold(x)
+        held = layer.hold(x, "forward")
         with layer.keeping():
             for tokens in layer.spans:
                 part, _ = layer.through(x[:, slice(*tokens)], tokens, held)
@@ -190,10 +193,11 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        ctx.unchanged.check(ctx.layer.module, "its gradients")
         (x,) = ctx.saved_tensors
         layer, gradients = ctx.layer, Gradients(ctx.parameters)
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        held = layer.hold(x)
+        held = layer.hold(x, "backward")
         with layer.keeping():
             for tokens in layer.spans:
                 leaf = _leaf(x, tokens, of_x)

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from ds_cp.cli.bench.probes import LiveStorages
-from harness import batches, subject
+from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
 from harness.models import HEAD_DIM, TYPES_WITHOUT_KV_HEADS, ModelSpec
 from harness.oracle import truth
 from harness.pairwise import covering
+
+RING = config_of("ring", 2) | {"offload_kv": 16}
+BATCH = BatchSpec("packed", 3, 53)
 
 FACTORS = {
     "way": [("ring", 2), ("ring", 3), ("ulysses", 2), ("hybrid", 4)],
@@ -99,7 +102,7 @@ def on_a_host_of_its_own():
     offload.from_host = lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
 
-def per_token(config, lengths=(256, 512)):
+def per_token(config, lengths=(96, 192)):
     """Bytes that a token more on this rank costs at the peak of a step."""
     from ds_cp import tiled
 
@@ -123,4 +126,141 @@ def test_a_token_costs_its_hidden_states(workers, method):
     config = config_of(method, 2) | {"offload_activations": True}
     hidden = 4 * ModelSpec("llama").heads * HEAD_DIM
     whole, tiled = (workers(2).run(per_token, config | extra)[0] for extra in ({}, {"offload_kv": 16}))
-    print(whole / hidden, tiled / hidden)
+    assert tiled <= 5 * hidden < whole / 3
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers, stage):
+    """The two data-parallel groups have sequences of other lengths, so their ranks run other numbers of tiles."""
+    spec, groups = ModelSpec("llama"), [[BatchSpec("packed", 1, 23), BatchSpec("dense", 1, 37)],
+                                        [BatchSpec("dense", 1, 150, "middle"), BatchSpec("packed", 1, 53)]]  # fmt: skip
+    config = engine.json_config(config_of("ring", 2) | {"offload_kv": 16}, stage, 1, 2, 2)
+    results = workers(4).run(engine.train_one_step, spec, config, groups, None)
+    losses = [[truth(spec, batch).loss for batch in group] for group in groups]
+    engine.check(results, truth(spec, *(batch for group in groups for batch in group)), losses)
+
+
+def test_two_forwards_before_one_backward(workers):
+    spec, batch_specs = ModelSpec("gemma2"), [BatchSpec("packed", 1, 53), BatchSpec("dense", 1, 64, seed=1)]
+    config = config_of("hybrid", 4) | {"offload_kv": 5}
+    results = workers(4).run(subject.loss_and_gradients_of_two_forwards, spec, config, batch_specs)
+    subject.check(results, truth(spec, *batch_specs))
+
+
+def test_the_loss_may_go_back_twice(workers):
+    def twice():
+        model = subject.changed_model(ModelSpec("llama"), RING).train()
+        loss = model(**batches.make(BATCH).inputs).loss
+        loss.backward(retain_graph=True)
+        once = oracle.gradients_of(model)
+        loss.backward()
+        return once, oracle.gradients_of(model)
+
+    for once, both in workers(2).run(twice):
+        for name, gradient in once.items():
+            torch.testing.assert_close(both[name], 2 * gradient)
+
+
+def test_evaluation(workers):
+    spec, other = ModelSpec("llama"), config_of("ring", 2)
+    for tiled, plain in zip(*(workers(2).run(subject.full_logits, spec, c, BATCH) for c in (RING, other))):
+        torch.testing.assert_close(tiled, plain)
+
+
+@pytest.mark.parametrize("targets", [["k_proj"], ["v_proj", "down_proj"], ["q_proj", "o_proj"]])
+def test_adapters_learn_where_nothing_before_them_does(workers, targets):
+    peft = pytest.importorskip("peft")
+
+    def adapted(config):
+        import ds_cp
+
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        model = peft.get_peft_model(models.build(ModelSpec("llama")), lora).train()
+        if config:
+            ds_cp.context_parallel(model, config)
+        loss = model(**batches.make(BatchSpec("dense", 1, 64)).inputs).loss
+        loss.backward()
+        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    loss, gradients = workers(1).run(adapted, None)[0]
+    subject.check(workers(2).run(adapted, RING), oracle.Truth(loss, gradients, []))
+
+
+def test_bytes_that_travel_are_those_of_the_ring(workers):
+    def sent(config):
+        model = subject.changed_model(ModelSpec("llama"), config).train()
+        model(**batches.make(BATCH).inputs).loss.backward()
+        ring = attachment(model).mesh.ring
+        return ring.sent["forward"], ring.sent["backward"]
+
+    from ds_cp.patches.transformers.border import attachment
+
+    whole, tiled = (workers(2).run(sent, config_of("ring", 2) | extra)[0] for extra in ({}, {"offload_kv": 16}))
+    assert tiled == whole
+
+
+def test_a_long_prompt_fills_the_cache(workers):
+    def generated(config):
+        from ds_cp.patches.transformers import prefill
+
+        prefill.SHORTEST = 30
+        model = subject.changed_model(ModelSpec("llama"), config).eval()
+        ids = batches.make(BatchSpec("dense", 2, 37)).inputs["input_ids"]
+        return model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    tiled, plain = (workers(2).run(generated, config) for config in (RING, config_of("ring", 2)))
+    assert all(torch.equal(one, plain[0]) for one in tiled)
+
+
+REFUSED = {
+    "a family that counts tokens by itself": (ModelSpec("bloom", kv_heads=8), {}, "counts tokens by itself"),
+    "dropout between layers": (
+        ModelSpec("gpt2", kv_heads=8, overrides=(("resid_pdrop", 0.5),)),
+        {},
+        "draws random numbers",
+    ),
+    "what routers say": (ModelSpec("gpt_oss"), {"output_router_logits": True}, "router_logits"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_tiles_cannot_do_is_refused(workers, why):
+    spec, asked, words = REFUSED[why]
+
+    def forward():
+        model = subject.changed_model(spec, RING).train()
+        model(**batches.make(BATCH).inputs, **asked).loss.backward()
+
+    workers(2).run_expecting_error(forward, words)
+
+
+def test_a_hook_on_a_parameter_is_refused(workers):
+    def forward():
+        model = subject.changed_model(ModelSpec("llama"), RING).train()
+        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient)
+        model(**batches.make(BATCH).inputs).loss.backward()
+
+    workers(2).run_expecting_error(forward, "would see the gradient of each tile")
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused(workers):
+    def step():
+        model = subject.changed_model(ModelSpec("llama"), RING).train()
+        loss = model(**batches.make(BATCH).inputs).loss
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.add_(1)
+        loss.backward()
+
+    workers(2).run_expecting_error(step, "was changed in place")
+
+
+def test_it_goes_without_a_trace(workers):
+    def detached():
+        from ds_cp import patches
+
+        model = subject.changed_model(ModelSpec("llama"), RING).train()
+        patches.restore()
+        assert all("forward" not in vars(layer) and not layer._z3_leaf for layer in model.model.layers)
+
+    workers(2).run(detached)

@@ -101,9 +101,13 @@ class Held:
         """Of the rows' gradients."""
         return HostRows(self._shape, torch.promote_types(self._key.dtype, torch.float32), self._key.device)
 
-    def put(self, span: Run, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep K and V of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv]."""
-        key, value = self.heads.to_heads("forward", (), (key.detach(), value.detach()))
+    def put(self, span: Run, key: torch.Tensor, value: torch.Tensor, word: str) -> None:
+        """Keep K and V of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv].
+
+        Args:
+            word: "forward" or "backward", for counters and messages.
+        """
+        key, value = self.heads.to_heads(word, (), (key.detach(), value.detach()))
         if self._rows is None:
             self._starts = [*accumulate((count(step.rows) for step in self.steps), initial=0)]
             self._shape = (self._starts[-1], *key.shape[:2], key.size(-1) + value.size(-1))
@@ -112,13 +116,13 @@ class Held:
         for run, part in zip(self._spread(span), as_rows(key, value).split(span[1] - span[0])):
             self._rows.write(run[0], part)
 
-    def complete(self) -> None:
+    def complete(self, word: str) -> None:
         """Gather the rows of other ranks."""
         for step, start in zip(self.steps[1:], self._starts[1:]):
             for leave, arrive in self._messages(step.target_rows, step.rows):
                 buffer = self._key.new_empty((count(arrive), *self._shape[1:]))
                 parcel = torch.cat([self._rows.read(*run) for run in leave] or [buffer[:0]])
-                self._swap("forward rows", (step.target, parcel), (step.source, buffer))
+                self._swap(f"{word} rows", (step.target, parcel), (step.source, buffer))
                 self._rows.write(start, buffer)
                 start += len(buffer)
 
