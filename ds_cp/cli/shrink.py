@@ -54,7 +54,7 @@ SIZES: dict[str, int | float | None] = {
     # recurrent layers: chunks shorter than a row
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 16),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_key_heads"), 4),
@@ -106,6 +106,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": KEY_HEADS, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "zaya": {"num_experts_per_tok": 1},
     "bailing_hybrid": {"num_expert_group": 2},
+    "minimax": {"block_size": 16},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HEADS * HEAD_DIM, "attention_window_size": 6},
+    "xlstm": {"embedding_dim": HEADS * HEAD_DIM, "num_blocks": LAYERS, "qk_dim_factor": 1.0, "ffn_round_up_to_multiple_of": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 16, "n_groups": 2},
     "zamba": {

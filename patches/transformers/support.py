@@ -250,6 +250,16 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"its pooler, a {type(pooler).__name__}, gets the first token from inside of the shared part, and most ranks' first "
             "token is another one. Build it with add_pooling_layer=False, and pool what it returns."
         )
+    if isinstance(tables := getattr(decoder, "embed_tokens", None), torch.nn.ModuleList):
+        yield (
+            f"its ids come in {len(tables)} rows per sequence, one for each table of embed_tokens: each row would be taken for "
+            "a sequence of its own."
+        )
+    if 0 < getattr(config, "num_hidden_layers", 0) <= getattr(config, "num_kv_shared_layers", 0):
+        yield (
+            f"its {config.num_hidden_layers} layers attend to the keys of another model (num_kv_shared_layers = "
+            f"{config.num_kv_shared_layers}), which no rank would cut as it cuts this model's tokens."
+        )
     chosen = layers.has_indexer(decoder)
     handled = HANDLED_LAYERS | ({"indexed_attention"} if chosen else set()) | (RECURRENT_LAYERS if recurrent else set())
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - handled):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB, model_config, tiny_config
+from ds_cp.cli.shrink import VOCAB, causal_lm, empty_model, tiny_config
 from harness.models import TransformersInDouble
 
 SECONDS = 50
@@ -47,10 +47,8 @@ def causal_lm_types():
 
 def build(model_type, config=None):
     """A tiny model of the type, with norms and biases that matter."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model = causal_lm(
         config or tiny_config(model_type),
         attn_implementation="eager",
         experts_implementation="eager",  # the grouped matmul knows no fp64
@@ -63,13 +61,9 @@ def build(model_type, config=None):
     return model.train()
 
 
-def missing_kinds(config, tiny):
+def missing_kinds(model_type, tiny):
     """Classes of the default-size model's modules that the tiny one does not have; it is built without memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        real = AutoModelForCausalLM.from_config(config)
-    kinds = [{type(module).__name__ for module in model.modules()} for model in (real, tiny)]
+    kinds = [{type(module).__name__ for module in model.modules()} for model in (empty_model(model_type), tiny)]
     return sorted(kinds[0] - kinds[1])
 
 
@@ -90,7 +84,7 @@ def outcome(model_type):
         return refusal
     try:
         model = build(model_type)
-        missing = missing_kinds(model_config(model_type), model)
+        missing = missing_kinds(model_type, model)
         dense, packed = compare.causal_lm_batches(model, VOCAB)
         truths = {"dense": compare.truth(model, dense, in_double)}
     except Exception as error:  # not a fault of ds_cp: the tiny config does not build or run without it
@@ -152,14 +146,11 @@ def shared_forwards(model):
 
 def refused_at_start(model_type):
     """The refusal of a model of real size, built without memory: start-up looks at modules, not at numbers."""
-    from transformers import AutoModelForCausalLM
-
     from ds_cp.config import ConfigError
     from ds_cp.patches.transformers import support
 
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config(model_type))
+        model = empty_model(model_type)
     except Exception:  # transformers itself cannot build it
         return None
     try:
