@@ -30,6 +30,8 @@ def print_start(plan: Plan, mesh: Mesh, facts: ModelFacts, layers: int, console:
 
 def _memory(plan: Plan) -> str:
     mlps = {True: "MLPs in tiles", False: "MLPs whole", None: "MLPs in tiles where they are large"}[plan.tiled_mlp]
+    if plan.offload_kv:
+        mlps = f"layers in tiles of {plan.offload_kv} tokens, their K and V in host memory"
     loss = "a known loss in tiles, so that no rank holds [L, vocab]" if plan.tiled_loss else "a rank's logits whole"
     return f"{loss}; {mlps}" + ("; layer inputs wait in host memory" if plan.offload_activations else "")
 
