@@ -5,14 +5,18 @@ import math
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+from ds_cp.cli.bench import peers
+from ds_cp.cli.bench.contenders import build_model
 from ds_cp.cli.bench.probes import LiveStorages
 from ds_cp.cli.bench.shape import TrainShape
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--vocab", "512"]
+SHAPE = TrainShape(64, layers=2, hidden=64, heads=4, kv_heads=2, intermediate=80, vocab=128, checkpointing=False)
 
 
 def ds_cp(*arguments):
@@ -34,7 +38,53 @@ def test_the_steps_of_contenders_are_measured_side_by_side(tmp_path):
     assert peer["sent_mib"] == pytest.approx(peer["formula_mib"])
     assert ring["sent_mib"] == pytest.approx(0.75 * ring["formula_mib"])
     assert all(row["peak_mib"] > row["step_mib"] > 0 and row["live_mib"] > 0 for row in rows.values())
-    assert "yunchang" in text and "ring-flash-attention" in text
+    missing = json.loads(output.read_text())["not measured"]
+    assert {"yunchang ring", "yunchang ulysses", "ring-flash-attention"} <= set(missing)
+    assert all(f"{name}: not measured, {reason}." in text for name, reason in missing.items())
+
+
+@pytest.mark.parametrize(
+    "name, module, said",
+    [
+        ("ring-flash-attention", None, "does not import here (import of ring_flash_attn halted"),
+        ("yunchang ring", None, "does not import here (import of yunchang halted"),
+        ("yunchang ulysses", ModuleType("yunchang"), "needs CUDA: its torch path calls"),
+        ("ring-flash-attention", ModuleType("ring_flash_attn"), "needs CUDA: its only kernel, flash-attn,"),
+    ],
+)
+def test_a_peer_that_cannot_train_here_says_why(monkeypatch, name, module, said):
+    monkeypatch.setitem(sys.modules, peers._PACKAGES[name.split()[0]], module)
+    assert peers.why_not(name, SHAPE).startswith(said)
+
+
+@pytest.mark.parametrize("chunks", [2, 4], ids=["contiguous", "zigzag"])
+def test_peers_with_a_function_train_the_model_of_one_process(workers, chunks):
+    losses = workers(2).run(two_steps_by_a_function, chunks)
+    model = build_model(SHAPE, "sdpa")
+    adam, want = torch.optim.AdamW(model.parameters(), lr=1e-4), []
+    for _ in range(2):
+        want.append(model(**SHAPE.batch()).loss)
+        want[-1].backward()
+        adam.step()
+    assert losses == [pytest.approx([x.item() for x in want], rel=2e-5)] * 2
+
+
+def two_steps_by_a_function(chunks):
+    from torch.distributed.nn.functional import all_gather
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    whole = torch.arange(SHAPE.seq_len)[None]
+    held = [peers.shard(dict.fromkeys(("input_ids", "labels", "position_ids"), whole), chunks, r, world)["input_ids"][0]
+            for r in range(world)]  # fmt: skip
+    may_see = torch.cat(held) <= held[rank][:, None]
+
+    def attention(query, key, value, scale):  # what a package would do, written down simply
+        key, value = (torch.cat(all_gather(x.contiguous()), 1).repeat_interleave(2, 2) for x in (key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, may_see, scale=scale).transpose(1, 2)
+
+    contender = peers.ByFunction(SHAPE, attention, chunks)
+    return [contender.step() for _ in range(2)]
 
 
 @pytest.mark.slow

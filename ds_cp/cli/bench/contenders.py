@@ -1,11 +1,7 @@
-"""Who trains in ``ds_cp bench step``: ds_cp, DeepSpeed's UlyssesSPAttentionHF, data parallelism; others where they run.
-
-Peers are imported and used as their documentation says.
-"""
+"""Who trains in ``ds_cp bench step`` wherever ds_cp is installed: ds_cp, DeepSpeed's UlyssesSPAttentionHF, data parallelism."""
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from typing import Any, Callable
 
@@ -14,7 +10,8 @@ import torch
 from ds_cp.cli.bench.shape import TrainShape
 
 
-def _model(shape: TrainShape, attention: str) -> Any:
+def build_model(shape: TrainShape, attention: str) -> Any:
+    """The same weights for everybody."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -55,7 +52,7 @@ class Plain(Contender):
             from ds_cp import _autoload
 
             _autoload.activate()
-        self.engine, *_ = deepspeed.initialize(model=_model(shape, "sdpa"), config=shape.json(**more))
+        self.engine, *_ = deepspeed.initialize(model=build_model(shape, "sdpa"), config=shape.json(**more))
         self.batch = {name: value.to(self.engine.device) for name, value in shape.batch().items()}
 
     def forward(self, model: Any = None) -> torch.Tensor:
@@ -71,7 +68,7 @@ class UlyssesSP(Contender):
         from deepspeed.utils import groups
 
         world = torch.distributed.get_world_size()
-        model = _model(shape, "sdpa")
+        model = build_model(shape, "sdpa")
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation="sdpa",
@@ -99,39 +96,6 @@ class UlyssesSP(Contender):
         return sum(part * count for part, count in zip(losses, counts)) / sum(counts)
 
 
-class Ringmaster(Contender):
-    """axolotl-ringmaster in a plain DeepSpeed loop: its shards, its attention, each rank's mean of its own tokens."""
-
-    def __init__(self, shape: TrainShape, backend: str):
-        import deepspeed
-        import ringmaster
-        from ringmaster.shard import shard_batch
-
-        world = torch.distributed.get_world_size()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        zigzag = backend == "ring" and device == "cuda"  # it has no zigzag for CPUs
-        config = ringmaster.RingmasterConfig(
-            size=world,
-            backend=ringmaster.Backend(backend),
-            rotate_method=ringmaster.RotateMethod.ALLTOALL,
-            load_balance=ringmaster.LoadBalance.HEAD_TAIL if zigzag else ringmaster.LoadBalance.NONE,
-        )
-        runtime = ringmaster.setup(config, num_kv_heads=shape.kv_heads, device_type=device, inner_attn="sdpa")
-        model = _model(shape, "sdpa")
-        model.set_attn_implementation(runtime.attn_implementation)
-        self.engine, *_ = deepspeed.initialize(model=model, config=shape.json())
-        batch = {name: value.to(self.engine.device) for name, value in shape.batch().items()}
-        self.batch, _ = shard_batch(batch, cp_rank=torch.distributed.get_rank(), cp_size=world)
-
-    def forward(self, model: Any = None) -> torch.Tensor:
-        return (model or self.engine)(**self.batch).loss
-
-    def step(self) -> float:
-        mean = torch.tensor(super().step())
-        torch.distributed.all_reduce(mean)
-        return mean.item() / torch.distributed.get_world_size()
-
-
 BUILDERS: dict[str, Callable[[TrainShape], Any]] = {
     "UlyssesSPAttentionHF": UlyssesSP,
     "data parallel": lambda shape: Plain(shape, None),
@@ -139,26 +103,5 @@ BUILDERS: dict[str, Callable[[TrainShape], Any]] = {
     "ds_cp ulysses": lambda shape: Plain(shape, {"method": "ulysses"}),
     "ds_cp ring": lambda shape: Plain(shape, {"method": "ring"}),
     "ds_cp allgather": lambda shape: Plain(shape, {"method": "allgather"}),
-    "ringmaster ulysses": lambda shape: Ringmaster(shape, "ulysses"),
-    "ringmaster ring": lambda shape: Ringmaster(shape, "ring"),
 }
-"""By the name that ``--contenders`` takes."""
-
-OTHERS = {
-    "ring-flash-attention": "ring_flash_attn",
-    "yunchang": "yunchang",
-}
-"""Packages that share a sequence by other code: what is imported for each."""
-
-
-def why_not(name: str) -> str:
-    """Why one of :data:`OTHERS` is not measured here."""
-    try:
-        importlib.import_module(OTHERS[name])
-    except ImportError as error:
-        return f"does not import here ({error})"
-    except Exception as error:  # a peer's import may fail in any way
-        return f"does not import here ({type(error).__name__}: {error})"
-    if not torch.cuda.is_available():
-        return "is installed, but its kernels need a GPU"
-    return "is installed, but replaces attention functions that transformers no longer calls; it is not measured"
+"""By the name that ``--contenders`` takes; other packages are in :mod:`ds_cp.cli.bench.peers`."""

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ds_cp.cli.bench.contenders import BUILDERS
 from ds_cp.cli.bench.shape import TrainShape
-from ds_cp.cli.bench.step import measure
+from ds_cp.cli.bench.step import BUILDERS, measure
 from ds_cp.cli.ranks import run_on_ranks
 
 LADDER = (1, 1.5)  # 8k, 12k, 16k, 24k, ...

@@ -59,8 +59,11 @@ class TrainShape:
         return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
 
     def json(self, **more: Any) -> dict[str, Any]:
-        """The DeepSpeed config."""
+        """The DeepSpeed config; on a GPU it trains in bf16, which is what flash kernels take."""
+        import torch
+
         return {
+            "bf16": {"enabled": torch.cuda.is_available()},
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},

@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ds_cp.cli.bench import contenders
-from ds_cp.cli.bench.contenders import BUILDERS, OTHERS
+from ds_cp.cli.bench import contenders, peers
 from ds_cp.cli.bench.shape import TrainShape
 from ds_cp.cli.ranks import run_on_ranks
 
 DEFAULT = "UlyssesSPAttentionHF,data parallel,ds_cp"
+BUILDERS = {**contenders.BUILDERS, **peers.BUILDERS}
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,10 @@ def bench_step(
     checkpointing: Annotated[bool, typer.Option()] = True,
     steps: Annotated[int, typer.Option(help="timed steps per round, after one that warms up")] = 1,
     rounds: Annotated[int, typer.Option(help="paired rounds, in fresh processes; medians are printed")] = 3,
-    names: Annotated[str, typer.Option("--contenders", help=f"of: {', '.join(BUILDERS)}")] = DEFAULT,
+    names: Annotated[
+        str,
+        typer.Option("--contenders", help=f"of: {', '.join(BUILDERS)}; without it {DEFAULT}, and peers that can run"),
+    ] = "",
     peak_tflops: Annotated[float, typer.Option(help="of one GPU, for the model FLOPs utilisation")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw speed and memory; needs matplotlib (extra: plot)")] = None,
@@ -164,9 +167,14 @@ def bench_step(
     shape = TrainShape(
         seq_len, layers, hidden, heads, kv_heads, intermediate, vocab, documents, zero_stage, checkpointing
     )
-    chosen = [name.strip() for name in names.split(",")]
+    chosen = [name.strip() for name in (names or ",".join([DEFAULT, *peers.BUILDERS])).split(",")]
     if unknown := [name for name in chosen if name not in BUILDERS]:
         raise typer.BadParameter(f"{unknown} not among {', '.join(BUILDERS)}")
+    reasons = {name: peers.why_not(name, shape) for name in peers.BUILDERS}
+    missing = {name: reason for name, reason in reasons.items() if reason}
+    chosen = [name for name in chosen if name not in missing]
+    if not chosen:
+        raise typer.BadParameter("; ".join(f"{name} {reason}" for name, reason in missing.items()))
     results = rounds_of(chosen, shape, ranks, steps, rounds)
     rows = summarise(results, shape, ranks, peak_tflops)
     console = Console()
@@ -180,10 +188,12 @@ def bench_step(
         console.print(
             "UlyssesSPAttentionHF with SDPA lets packed documents see each other: its loss is of another model."
         )
-    for name in OTHERS:
-        console.print(f"{name} {contenders.why_not(name)}.")
+    for name, reason in missing.items():
+        console.print(f"{name}: not measured, {reason}.", soft_wrap=True)
     if output:
-        output.write_text(json.dumps({"shape": asdict(shape), "ranks": ranks, "rows": rows}, indent=1))
+        output.write_text(
+            json.dumps({"shape": asdict(shape), "ranks": ranks, "rows": rows, "not measured": missing}, indent=1)
+        )
     if plot:
         _plot(rows, plot)
 
