@@ -88,6 +88,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n": {
+        "vision_config": {"architecture": "test_resnet"},
+        "audio_config": {"conf_num_hidden_layers": 2, "hidden_size": 64, "conf_num_attention_heads": 8},
+    },
     "gemma4_text": {"per_layer_config": {}},
     "nemotron": {"head_dim": HEAD_DIM},
     "dory": {
@@ -108,7 +112,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2},
     "minimax": {"block_size": 16},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HEADS * HEAD_DIM, "attention_window_size": 6},
-    "xlstm": {"embedding_dim": HEADS * HEAD_DIM, "num_blocks": LAYERS, "qk_dim_factor": 1.0, "ffn_round_up_to_multiple_of": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 16, "n_groups": 2},
     "zamba": {

@@ -62,9 +62,17 @@ def build(model_type, config=None):
 
 
 def missing_kinds(model_type, tiny):
-    """Classes of the default-size model's modules that the tiny one does not have; it is built without memory."""
-    kinds = [{type(module).__name__ for module in model.modules()} for model in (empty_model(model_type), tiny)]
-    return sorted(kinds[0] - kinds[1])
+    """Classes of the default-size model's modules that the tiny one does not have; it is built without memory.
+
+    What timm brings, an image tower as a whole, is not looked into.
+    """
+    return sorted(_kinds(empty_model(model_type)) - _kinds(tiny))
+
+
+def _kinds(module):
+    if type(module).__name__ == "TimmWrapperModel":
+        return set()
+    return {type(module).__name__}.union(*map(_kinds, module.children()))
 
 
 def outcome(model_type):
