@@ -213,6 +213,30 @@ def test_a_long_prompt_fills_the_cache(workers):
     assert all(torch.equal(one, plain[0]) for one in tiled)
 
 
+def bidirectional_blocks(length):
+    where = torch.arange(length) // 10
+    return (where[:, None] >= where[None, :]).expand(2, 1, length, length)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_scores_by_position_know_where_a_tile_is(workers, method):
+    """A mask given whole, and dropout of attention, which draws by global positions: as without tiles."""
+
+    def dropped(config):
+        spec = ModelSpec("llama", overrides=(("attention_dropout", 0.3),))
+        model = subject.changed_model(spec, config).train()
+        inputs = batches.make(BatchSpec("dense", 2, 53)).inputs | {"attention_mask": bidirectional_blocks(53)}
+        torch.manual_seed(7)
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.item(), oracle.gradients_of(model)
+
+    config = config_of(method, 2)
+    plain = workers(2).run(dropped, config)
+    want = oracle.Truth(plain[0][0], oracle.mean_over_ranks([gradients for _, gradients in plain]), [])
+    subject.check(workers(2).run(dropped, config | {"offload_kv": 5}), want)
+
+
 REFUSED = {
     "a family that counts tokens by itself": (ModelSpec("bloom", kv_heads=8), {}, "counts tokens by itself"),
     "dropout between layers": (
