@@ -278,6 +278,11 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             "its relative position bias comes from a table that transformers expands to S x S of the tokens it sees: each "
             "rank would count distances inside its own shard, and the table's gradient would miss the rest."
         )
+    if biased := layers.with_own_bias(decoder):
+        yield (
+            f"a bias is computed from each query and its distance to each key in {layers.listed(biased)}, as an S x S tensor of "
+            "the tokens that it sees: each rank would count distances inside its own shard."
+        )
     for name in SPARSE_KEYS:
         if getattr(config, name, None) and not chosen:
             yield (

@@ -15,10 +15,14 @@ from ds_cp.patches.transformers.models.recurrent import is_shared
 
 ATTENTION = re.compile("Attention|MLA")
 RECURRENT = re.compile(
-    "causal_conv1d|selective_scan|chunk_scan|delta_rule|delta_attention|recurrent_state|rnn_scan|rwkv_linear|mlstm"
+    "causal_conv1d|conv_state|selective_scan|chunk_scan|delta_rule|delta_attention|recurrent_state|rnn_scan|rwkv_linear|mlstm"
 )
 """Functions and attributes that a class refers to when it carries a state along the sequence: Mamba, gated delta nets,
 short convolutions, RG-LRU, RWKV, xLSTM."""
+
+
+OWN_BIAS = ("rel_logits_proj", "relative_position_bias")
+"""Parts of an attention module that make a bias out of queries and distances."""
 
 
 def without_interface(decoder: torch.nn.Module) -> list[str]:
@@ -48,6 +52,11 @@ def unknown_recurrent(decoder: torch.nn.Module) -> list[str]:
 def mixers(decoder: torch.nn.Module) -> int:
     """How many modules mix tokens, as attention or recurrent layers: all of them must come through ds_cp."""
     return sum(is_shared(type(module)) or _attends_itself(module) for _, module in _own_modules(decoder))
+
+
+def with_own_bias(decoder: torch.nn.Module) -> list[str]:
+    """Attention modules that compute a bias of their own from queries and distances (Inkling)."""
+    return _outermost(decoder, lambda module: any(hasattr(module, name) for name in OWN_BIAS))
 
 
 def attends(decoder: torch.nn.Module) -> bool:
