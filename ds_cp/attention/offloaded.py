@@ -35,8 +35,12 @@ class HostRows:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device):
         self._device, self._apart = device, device.type != "cpu"
-        self._rows = torch.zeros(shape, dtype=dtype, pin_memory=self._apart)
+        self._rows = torch.empty(shape, dtype=dtype, pin_memory=self._apart)
         self._stream = get_accelerator().Stream() if self._apart else None
+
+    def zero(self) -> "HostRows":
+        self._rows[:] = 0
+        return self
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         self._rows[start : start + len(rows)].copy_(rows, non_blocking=True)
@@ -99,7 +103,8 @@ class Held:
     @cached_property
     def _sums(self) -> HostRows:
         """Of the rows' gradients."""
-        return HostRows(self._shape, torch.promote_types(self._key.dtype, torch.float32), self._key.device)
+        precise = torch.promote_types(self._key.dtype, torch.float32)
+        return HostRows(self._shape, precise, self._key.device).zero()
 
     def put(self, span: Run, key: torch.Tensor, value: torch.Tensor, word: str) -> None:
         """Keep K and V of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv].
