@@ -1,0 +1,100 @@
+"""Merging partial attention: the formula, and the kernel that torch compiles from it."""
+
+import shutil
+
+import pytest
+import torch
+
+from ds_cp.attention import merge
+from ds_cp.attention.merge import Compiled, in_passes
+
+NONE = float("-inf")
+
+
+def parts(length, batch=1, dtype=torch.float32, part_dtype=torch.bfloat16, rows=slice(None)):
+    """out, lse, part, part_lse; the first query saw no key at all, the second only in the part, the third only before."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    out, part = (normal(batch, length, 6, 40) for _ in range(2))
+    lse, part_lse = (normal(batch, 6, length) * 3 for _ in range(2))
+    for i, seen in enumerate([(False, False), (False, True), (True, False)]):
+        for o, s, sees in zip((out, part), (lse, part_lse), seen):
+            if not sees:
+                o[:, i], s[..., i] = 0, NONE
+    out, lse, part, part_lse = out.to(dtype), lse.to(dtype), part.to(part_dtype), part_lse.to(dtype)
+    return out.transpose(1, 2), lse, part.transpose(1, 2), part_lse
+
+
+def by_hand(out, lse, part, part_lse):
+    """In fp64, with weights written out."""
+    out, lse, part, part_lse = (x.double() for x in (out, lse, part, part_lse))
+    a, b = lse.exp().unsqueeze(-1), part_lse.exp().unsqueeze(-1)
+    return torch.where(a + b > 0, (a * out + b * part) / (a + b), 0), (a + b).log().squeeze(-1)
+
+
+def check(function, tensors, tolerance):
+    out, lse, part, part_lse = tensors
+    want = by_hand(*tensors)
+    places = out.data_ptr(), lse.data_ptr()
+    with torch.no_grad():
+        function(out, lse, part, part_lse)
+    assert (out.data_ptr(), lse.data_ptr()) == places
+    for got, wanted in zip((out, lse), want):
+        torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def view_of_more(tensors, start):
+    """The totals as views into longer ones, as a tile's queries are."""
+    out, lse, part, part_lse = tensors
+    long_out, long_lse = out.new_zeros(out.size(0), 3 * out.size(2), 6, 40).transpose(1, 2), lse.repeat(1, 1, 3)
+    rows = slice(start, start + out.size(2))
+    long_out[:, :, rows], long_lse[..., rows] = out, lse
+    return long_out[:, :, rows], long_lse[..., rows], part, part_lse
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: view_of_more(x, 7)], ids=["whole", "view"])
+def test_merging_is_attention_over_both_sets_of_keys(dtype, tolerance, place):
+    check(merge.merge, place(parts(12, 2, dtype)), tolerance)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++, which is not here")
+def test_the_compiled_kernel_is_the_formula_and_serves_every_length():
+    torch._dynamo.reset()
+    compiled = Compiled(in_passes)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for length, start in ((12, 7), (9, 2), (30, 21)):
+        check(compiled, view_of_more(parts(length), start), 2e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    assert compiled._run is not compiled._plain
+
+
+def test_kinds_past_the_compilers_limit_run_uncompiled(monkeypatch):
+    torch._dynamo.reset()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend="aot_eager", **how))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    compiled = Compiled(in_passes)
+    for batch, dtype in ((1, torch.float32), (2, torch.float32), (1, torch.float64), (2, torch.float64)):
+        check(compiled, parts(12, batch, dtype), 2e-6)
+        check(compiled, view_of_more(parts(9, batch, dtype), 5), 2e-6)
+
+
+def test_what_does_not_compile_runs_as_it_is_and_is_not_tried_again(monkeypatch):
+    tried = []
+
+    def refuses(*tensors):
+        tried.append(tensors)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: refuses)
+    compiled = Compiled(in_passes)
+    with pytest.warns(UserWarning, match="runs uncompiled, torch.compile failed: no compiler"):
+        check(compiled, parts(12), 2e-6)
+    check(compiled, parts(12), 2e-6)
+    assert len(tried) == 1
+    with pytest.raises(RuntimeError, match="must match"):
+        compiled(*parts(12)[:3], torch.zeros(1, 6, 5))
