@@ -146,14 +146,15 @@ def _unshared(module, query, key, value, mask, dropout, scaling, softcap, s_aux,
     extra = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
     attend = sdpa_attention_forward
     if extra:
-        attend, mask = sys.modules[type(module).__module__].eager_attention_forward, _additive(mask, query, key)
+        causal = kwargs.get("is_causal") is not False  # False for cross attention
+        attend, mask = sys.modules[type(module).__module__].eager_attention_forward, _additive(mask, query, key, causal)
     return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, **extra, **kwargs)
 
 
-def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """SDPA's mask as eager attention wants it: None means causal to one, nothing to the other."""
+def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor | None:
+    """SDPA's mask as eager attention wants it: None means causal to one, unless that was told otherwise, nothing to the other."""
     length = query.size(-2)
-    if mask is None and length > 1:
+    if mask is None and causal and length > 1:
         mask = torch.ones(length, key.size(-2), dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
         return mask
