@@ -75,7 +75,16 @@ CAUSAL_PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-NESTED = ("text_config", "decoder", "llm_config", "language_config", "thinker_config", "attn_config", "ffn_config")
+NESTED = (
+    "text_config",
+    "decoder",
+    "encoder",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "attn_config",
+    "ffn_config",
+)
 
 TOWERS = ("vision_config", "audio_config")
 """Parts that text does not use: less deep, as wide as they are."""

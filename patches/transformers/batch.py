@@ -17,6 +17,9 @@ FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
 
 
+PADS_BY_ID = frozenset({"T5GemmaDecoder"})
+"""Stacks that take their padding from the ids where there is no mask."""
+
 FOREIGN = ("encoder_hidden_states", "encoder_attention_mask")
 """A second sequence, which cross attention sees; every rank holds it whole."""
 
@@ -28,6 +31,14 @@ def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, 
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return dict(bound)
+
+
+def with_assumed_mask(module: torch.nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the mask that a stack makes of its ids by itself, where it was given none (T5Gemma)."""
+    ids = given.get("input_ids")
+    if type(module).__name__ not in PADS_BY_ID or ids is None or mask_of(given) is not None:
+        return given
+    return given | {"attention_mask": (ids != module.config.pad_token_id).long()}
 
 
 def facts(given: Mapping[str, Any]) -> frozenset[str]:

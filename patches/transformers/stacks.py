@@ -76,7 +76,7 @@ def hook(module: PreTrainedModel, stack: Stack, plan: Plan, mesh: Mesh) -> list[
 def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
     @torch.compiler.disable
     def before_stack(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = batches.named(signature, args, kwargs)
+        given = batches.with_assumed_mask(module, batches.named(signature, args, kwargs))
         call = (current_head() if stack.feeds_head else None) or HeadCall()
         # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
         fills_cache = given.get("use_cache") and call.labels is None and not torch.is_grad_enabled()

@@ -133,6 +133,11 @@ def refuse_call(decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCa
     attentions = given.get("output_attentions")
     if attentions or (attentions is None and getattr(decoder.config, "output_attentions", False)):
         raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
+    if type(decoder).__name__ == "T5GemmaEncoder" and given.get("attention_mask") is None:
+        raise BatchError(
+            "T5Gemma's encoder got no attention_mask: it would hide padding from itself but show it to the decoder, and what "
+            "tokens of padding hold that see no key is not defined. Pass the mask, of ones where there is no padding."
+        )
     embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else None
     noisy = getattr(embedding, "neftune_noise_alpha", None) and embedding.training
     if noisy and not neftune.knows_the_length(embedding):

@@ -8,8 +8,10 @@ ENCODERS = frozenset(
 )
 """Compared in tests/test_other_heads.py."""
 
-ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 umt5".split())
-"""Compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
+ENCODER_DECODERS = frozenset(
+    "bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 t5gemma t5_gemma_module umt5".split()
+)
+"""With the types of their stacks; compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
 
 VISION_LANGUAGE = frozenset(
     "gemma3 gemma4 glm4v glm4v_text internvl llava mistral3 paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
