@@ -46,7 +46,7 @@ class Region:
         whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
         made: rule and terms of the mask that the model made for all layers before its decoder ran. Not the descriptor,
             which holds the region: a cycle would keep whole masks until Python looks for cycles.
-        foreign: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
+        encoder_mask: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
         last_position: the largest position of the whole batch, a tensor without dims.
         attended: the attention modules that came through here, by id: their order.
         random: equal on ranks that were seeded alike; what :meth:`seed` starts from.
@@ -58,7 +58,7 @@ class Region:
     documents: Documents
     whole_mask: torch.Tensor | None = None
     made: "tuple[Rule, tuple[Term, ...]] | None" = None
-    foreign: torch.Tensor | None = None
+    encoder_mask: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)
     random: int | None = None

@@ -96,14 +96,14 @@ def a_document_boundary_inside_a_shard_is_missed(patch):
 def positions_are_local(patch):
     from ds_cp.patches.transformers import stacks
 
-    localise = stacks.batches.localise
+    arguments = stacks.cut.arguments
 
     def counted_from_zero(region, given, shape):
-        local = localise(region, given, shape)
+        local = arguments(region, given, shape)
         local["position_ids"] = torch.arange(region.layout.local_len).unsqueeze(0)
         return local
 
-    patch(stacks.batches, "localise", counted_from_zero)
+    patch(stacks.cut, "arguments", counted_from_zero)
 
 
 FAULTS = [

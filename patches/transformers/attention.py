@@ -69,8 +69,8 @@ def mask_forward(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
         )
         return masks.Deferred(make, given) if current_head() and not is_running() else make(**given)
-    if region.foreign is not None and kwargs.get("attention_mask") is region.foreign:
-        return masks.foreign(mask_function, region)
+    if region.encoder_mask is not None and kwargs.get("attention_mask") is region.encoder_mask:
+        return masks.cross_mask(mask_function, region)
     return masks.describe(mask_function, region, q_length, kv_length)
 
 
@@ -97,7 +97,7 @@ def attention_forward(
     """
     if indices is not None and not isinstance(attention_mask, MaskDescriptor):
         attention_mask = indexed.hide(attention_mask, indices, query, key)
-    if isinstance(attention_mask, masks.Foreign):
+    if isinstance(attention_mask, masks.CrossMask):
         seen, kwargs = attention_mask.mask, kwargs | {"is_causal": False}
         return _unshared(module, query, key, value, seen, dropout, scaling, softcap=softcap, s_aux=s_aux, **kwargs)
     if not isinstance(attention_mask, MaskDescriptor):

@@ -1,4 +1,4 @@
-"""What a call says of its batch: arguments by name, documents and padding, and the same for one rank's tokens."""
+"""What a call says of its batch: arguments by name, shapes, documents and padding. :mod:`.cut` then cuts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ds_cp.agreement import BatchError
 from ds_cp.documents import Documents
 from ds_cp.head_call import HeadCall
 from ds_cp.patches.transformers import masks
-from ds_cp.region import MaskDescriptor, Region
 
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
@@ -20,8 +19,8 @@ FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 PADS_BY_ID = frozenset({"T5GemmaDecoder"})
 """Stacks that take their padding from the ids where there is no mask."""
 
-FOREIGN = ("encoder_hidden_states", "encoder_attention_mask")
-"""A second sequence, which cross attention sees; every rank holds it whole."""
+ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+"""A second sequence, which cross attention sees, and its padding; every rank holds them whole."""
 
 
 def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -185,65 +184,6 @@ def whole_mask(given: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tens
         )
     kind = mask.dtype == torch.bool or mask.is_floating_point()
     return mask if kind and mask.size(0) in (1, batch) else None
-
-
-def localise(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
-    """The decoder's arguments for this rank's tokens."""
-    batch, seq_len = shape
-    local: dict[str, Any] = {}
-    positions = given.get("position_ids")
-    region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
-    for name, value in given.items():
-        if name in FLASH_FACTS:
-            continue
-        value = masks.each(value, lambda mask: mask.bind(region))
-        if name == "position_ids" and value is not None:
-            local[name] = region.shard(value, dim=-1)
-        elif isinstance(value, torch.Tensor) and value.shape[:2] == (batch, seq_len) and name not in FOREIGN:
-            local[name] = region.shard(value)
-        elif isinstance(value, torch.Tensor) and value.dim() == 1 and name == "cache_position":
-            local[name] = region.shard(value, dim=0)
-        else:
-            local[name] = value
-    tokens = tokens_of(local)
-    if local.get("position_ids") is None:
-        everyone = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
-        local["position_ids"] = region.shard(everyone)
-    mask = local.get("attention_mask")
-    if type(mask) is dict and region.whole_mask is not None:
-        mask = {name: masks.describe(None, region, seq_len, seq_len) for name in mask}
-    if isinstance(mask, MaskDescriptor):
-        region.made = mask.rule, mask.terms  # the decoder asks for masks of its own, and gets this one
-    if type(mask) is not dict:
-        # All ones: the region knows the padding, and local positions must not be searched for documents.
-        mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-    return local | {"attention_mask": mask} | _visual(region, given) | _foreign(region, given)
-
-
-def _visual(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What later layers add to visual tokens (qwen3_vl's deepstack): rows [visual tokens, d], in the order of the tokens."""
-    marked, rows = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
-    if marked is None or rows is None:
-        return {}
-    index = marked.flatten().cumsum(0).view_as(marked) - 1
-    mine = region.shard(index)[region.shard(marked)]
-    return {"deepstack_visual_embeds": [each[mine.to(each.device)] for each in rows]}
-
-
-def _foreign(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The padding of an encoder's tokens, which every rank holds whole; the region recognises it by its identity."""
-    states, mask = (given.get(name) for name in FOREIGN)
-    if states is None:
-        return {}
-    if mask is None:
-        mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-    if tuple(mask.shape) != tuple(states.shape[:2]):
-        raise BatchError(
-            f"encoder_attention_mask is {kind(mask)} for {states.shape[0]} x {states.shape[1]} encoder tokens; ds_cp takes the "
-            "2-D mask of their padding."
-        )
-    region.foreign = mask.to(device=states.device, dtype=torch.bool)
-    return {FOREIGN[1]: region.foreign}
 
 
 def kind(value: Any) -> str:

@@ -98,17 +98,17 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """What a layer gets as its mask when it attends to a second sequence that every rank holds whole (an encoder's).
+class CrossMask:
+    """What a layer gets as its mask when it attends to a second sequence that every rank holds whole (an encoder's, or of images).
 
     Attributes:
-        mask: [B, 1, 1, keys] bool, or None where all keys are seen.
+        mask: [B, 1, 1 or L, keys], bool or what is added; None where all keys are seen.
     """
 
     mask: torch.Tensor | None
 
 
-def foreign(mask_function: Callable, region: Region) -> Foreign:
+def cross_mask(mask_function: Callable, region: Region) -> CrossMask:
     """The mask of a layer whose keys are a second sequence: all of its tokens that exist.
 
     Raises:
@@ -119,8 +119,8 @@ def foreign(mask_function: Callable, region: Region) -> Foreign:
             f"a layer's mask {_name(mask_function)} of another sequence's keys is more than their padding; ds_cp would let every "
             "query see all of them. This model cannot be shared exactly; take the key out for it."
         )
-    seen = region.foreign
-    return Foreign(None if seen is None or bool(seen.all()) else seen[:, None, None, :])
+    seen = region.encoder_mask
+    return CrossMask(None if seen is None or bool(seen.all()) else seen[:, None, None, :])
 
 
 def describe(mask_function: Callable, region: Region, queries: int, keys: int) -> MaskDescriptor:

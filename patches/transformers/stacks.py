@@ -18,7 +18,7 @@ from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
 from ds_cp.head_call import HeadCall
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers import bounds, masks, prefill, support
+from ds_cp.patches.transformers import bounds, cut, masks, prefill, support
 from ds_cp.planner import Plan
 from ds_cp.region import Region
 from ds_cp.rules import Rule
@@ -90,9 +90,9 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
                 return masks.plain(args), masks.plain(kwargs)
         region = _open(stack, plan, mesh, given, call, module, mode)
         stack.forwards += 1
-        local = batches.localise(region, given, batches.shape_of(given))
-        if batches.FOREIGN[1] not in signature.parameters:
-            local.pop(batches.FOREIGN[1], None)
+        local = cut.arguments(region, given, batches.shape_of(given))
+        if batches.ENCODER[1] not in signature.parameters:
+            local.pop(batches.ENCODER[1], None)
         if cache is not None:
             local["past_key_values" if "past_key_values" in local else "cache"] = prefill.Filling(cache, region)
         elif "use_cache" in signature.parameters:

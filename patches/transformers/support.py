@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -236,6 +237,11 @@ def refuse_adapters(model: torch.nn.Module) -> None:
 
 
 def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> Iterator[str]:
+    if {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(decoder.forward).parameters):
+        yield (
+            f"its {type(decoder).__name__} takes {getattr(decoder, 'main_input_name', 'no tokens')}, which is no sequence of tokens "
+            "that ds_cp could cut."
+        )
     recurrent, unknown = layers.recurrent(decoder), layers.unknown_recurrent(decoder)
     if unknown:
         yield (

@@ -14,10 +14,13 @@ ENCODER_DECODERS = frozenset(
 """With the types of their stacks; compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
 
 VISION_LANGUAGE = frozenset(
-    "gemma3 gemma4 glm4v glm4v_text internvl llava mistral3 paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
+    "aria gemma3 gemma4 glm4v glm4v_text internvl llava mistral3 mllama paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
     "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text smolvlm vipllava".split()
 )
 """Models around a text decoder, and text decoders that come only inside of one; compared in
 tests/test_vision_language.py."""
 
-TYPES = ENCODERS | ENCODER_DECODERS | VISION_LANGUAGE
+INSIDE = frozenset({"emu3_text_model", "mllama_text_model"})
+"""Types of the stacks inside of types that the sweep has compared."""
+
+TYPES = ENCODERS | ENCODER_DECODERS | VISION_LANGUAGE | INSIDE

@@ -16,7 +16,7 @@ import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.masks import Foreign
+from ds_cp.patches.transformers.masks import CrossMask
 from ds_cp.patches.transformers.models import indexed, plain, positions, xlm
 from ds_cp.region import MaskDescriptor
 
@@ -91,7 +91,7 @@ def llama4(original: Callable, self: Any, hidden_states, position_embeddings, at
 
 def t5(original: Callable, self: Any, hidden_states, mask=None, key_value_states=None, position_bias=None, **kwargs):
     """T5Attention and its like: the first layer's bias module goes from layer to layer instead of S x S."""
-    if not isinstance(mask, (MaskDescriptor, Foreign)):
+    if not isinstance(mask, (MaskDescriptor, CrossMask)):
         return original(hidden_states, mask, key_value_states, position_bias, **kwargs)
     owner = self if position_bias is None else position_bias
     numbers = {name: getattr(owner, f"relative_attention_{name}") for name in ("num_buckets", "max_distance")}
@@ -103,16 +103,18 @@ def umt5(
     original: Callable, self: Any, hidden_states, encoder_hidden_states=None, cache=None, attention_mask=None, **kwargs
 ):
     """UMT5Attention: each layer has a bias of its own."""
-    if not isinstance(attention_mask, (MaskDescriptor, Foreign)):
+    if not isinstance(attention_mask, (MaskDescriptor, CrossMask)):
         return original(hidden_states, encoder_hidden_states, cache, attention_mask, **kwargs)
     bucket = self._relative_position_bucket
     return _by_bucket(self, self, bucket, hidden_states, encoder_hidden_states, attention_mask), None
 
 
-def _by_bucket(self: Any, owner: Any, bucket: Callable, hidden: torch.Tensor, foreign: torch.Tensor | None, mask: Any):
-    """T5's attention [B, L, hidden] with the bias of ``owner``, if it has one; to the tokens of ``foreign`` [B, keys, hidden]
+def _by_bucket(
+    self: Any, owner: Any, bucket: Callable, hidden: torch.Tensor, encoder_states: torch.Tensor | None, mask: Any
+):
+    """T5's attention [B, L, hidden] with the bias of ``owner``, if it has one; to ``encoder_states`` [B, keys, hidden]
     where that is given."""
-    states = hidden if foreign is None else foreign
+    states = hidden if encoder_states is None else encoder_states
     query, key, value = (
         projection(given).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         for projection, given in ((self.q, hidden), (self.k, states), (self.v, states))
