@@ -27,6 +27,8 @@ CASES = [(name, "images", "ring") for name in vision.CONFIGS] + [
     ("qwen2_5_vl", "images", "hybrid"),
     ("qwen3_vl", "images", "hybrid"),
     ("qwen3_vl", "text", "ring"),
+    ("mllama", "images", "hybrid"),
+    ("mllama", "text", "ring"),
 ]
 
 

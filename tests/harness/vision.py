@@ -89,6 +89,18 @@ CONFIGS = {
                            num_key_value_heads=4, head_dim=8, patch_size=4, pooling_kernel_size=2, position_embedding_size=64),
         image_token_id=IMAGE, audio_config=None,
     )),
+    "aria": ("AriaForConditionalGeneration", dict(
+        text_config=text("aria_text", head_dim=8, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, bos_token_id=1,
+                         eos_token_id=2, **{"intermediate_size": 48}),
+        vision_config=tower("idefics3_vision"), image_token_index=IMAGE, projector_patch_to_query_dict={16: 16},
+    )),
+    "mllama": ("MllamaForConditionalGeneration", dict(
+        text_config=text("mllama_text_model", cross_attention_layers=[1], rope_parameters=dict(rope_type="default", rope_theta=1e4),
+                         bos_token_id=1, eos_token_id=2, **{"num_hidden_layers": 3}),
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_global_layers=1, attention_heads=4,
+                           image_size=16, patch_size=4, vision_output_dim=64, intermediate_layers_indices=[0], max_num_tiles=4,
+                           supported_aspect_ratios=[[1, 1]]), image_token_index=IMAGE,
+    )),
     "glm4v": ("Glm4vForConditionalGeneration", dict(
         text_config=text("glm4v_text", rope_parameters=MROPE | dict(partial_rotary_factor=1.0)), **TOKENS,
         vision_config=dict(depth=2, hidden_size=32, num_heads=4, patch_size=4, image_size=32, spatial_merge_size=2,
@@ -116,6 +128,8 @@ def batch(name, kind="images"):
     ids = heads.tokens(length=LENGTH)
     rows = 1 if kind == "packed" else 2
     ids = ids[:rows]
+    if name == "mllama":
+        return _tiles_of_images(ids, kind)
     spans = [] if kind == "text" else [(0, 5), (0, 24), (rows - 1, 26)][: rows + 1]
     counts = [8, 4, 16] if name in BY_GRID else [4, 4, 4] if name in ("internvl", "smolvlm") else [16, 16, 16]
     for (row, start), count in zip(spans, counts):
@@ -138,6 +152,23 @@ def batch(name, kind="images"):
     return inputs | _pixels(name, spans, ids)
 
 
+def _tiles_of_images(ids, kind):
+    """One image per row, of one tile of four; only cross attention sees it, from its token on."""
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "text":
+        return inputs
+    ids[:, 2] = IMAGE
+    pixels = torch.randn(len(ids), 1, 4, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    seen = (torch.arange(LENGTH) >= 2)[None, :, None, None] & torch.tensor([True, False, False, False])
+    return inputs | {
+        "labels": ids.masked_fill(ids >= IMAGE, -100),
+        "pixel_values": pixels,
+        "aspect_ratio_ids": torch.ones(len(ids), 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]]]).expand(len(ids), -1, -1),
+        "cross_attention_mask": seen.long().expand(len(ids), -1, -1, -1),
+    }
+
+
 def _pixels(name, spans, ids):
     generator = torch.Generator().manual_seed(3)
     if name in BY_GRID:
@@ -152,6 +183,8 @@ def _pixels(name, spans, ids):
         return {}
     pixels = torch.randn(len(spans), 3, 16, 16, generator=generator, dtype=torch.float64)
     inputs = {"pixel_values": pixels}
+    if name == "aria":
+        inputs["pixel_mask"] = torch.ones(len(spans), 16, 16, dtype=torch.bool)
     if name == "smolvlm":  # images by row; one of zeros is none
         rows = [[pixels[i] for i, (row, _) in enumerate(spans) if row == b] for b in range(len(ids))]
         most = max(map(len, rows))
