@@ -56,21 +56,40 @@ def test_gradient_checkpointing_changes_nothing(workers, name):
     check(workers, name, "images", "ring", "non-reentrant")
 
 
-def test_packed_documents_with_images_equal_each_document_alone(workers):
-    """One process that is given the packed row looks images up by their index inside of the document (transformers 5.24),
-    so it is no oracle here."""
-    packed = vision.batch("gemma3", "packed") | {"use_cache": False}
-    make = lambda dtype=torch.float64: vision.build("gemma3", dtype)  # noqa: E731
-    model, losses, cut = make(), [], 23
+CUT = 23  # where the second document of a packed row starts
+
+
+def alone(name, packed):
+    """The two documents of a packed row with the image of each, as two batches."""
+    per_token = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids")
+    sizes = packed["image_grid_thw"].prod(-1).tolist() if name in vision.BY_GRID else [1, 1]
+    images = packed["pixel_values"].split(sizes)
+    for image, part in enumerate((slice(0, CUT), slice(CUT, None))):
+        one = {key: packed[key][:, part] for key in per_token if key in packed} | {"pixel_values": images[image]}
+        yield one | ({"image_grid_thw": packed["image_grid_thw"][image][None]} if name in vision.BY_GRID else {})
+
+
+def in_four_rows(model, documents):
+    """Qwen's positions of a packed row: those that count tokens, which restart, then time, height and width."""
+    length = [each["input_ids"].size(1) for each in documents]
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+    of_images = [model.model.get_rope_index(**{name: each[name] for name in names})[0] for each in documents]
+    counts = torch.cat([torch.arange(n) for n in length]).expand(1, 1, -1)
+    return torch.cat([counts, torch.cat(of_images, dim=-1)])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl"])
+def test_packed_documents_with_images_equal_each_document_alone(workers, name):
+    """One process that is given gemma3's packed row looks images up by their index inside of the document (transformers
+    5.24), so it is no oracle here."""
+    packed = vision.batch(name, "packed") | {"use_cache": False}
+    make = lambda dtype=torch.float64: vision.build(name, dtype)  # noqa: E731
+    model, documents = make(), list(alone(name, packed))
+    if name in vision.BY_GRID:
+        packed["position_ids"] = in_four_rows(model, documents)
     with models.TransformersInDouble():
-        for image, part in enumerate((slice(0, cut), slice(cut, None))):
-            names = ("input_ids", "labels", "token_type_ids")
-            alone = {name: packed[name][:, part] for name in names} | {
-                "pixel_values": packed["pixel_values"][image][None]
-            }
-            tokens = int((alone["labels"][:, 1:] != -100).sum())
-            losses.append((model(**alone).loss * tokens, tokens))
-        loss = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+        tokens = [int((each["labels"][:, 1:] != -100).sum()) for each in documents]
+        loss = sum(model(**each).loss * count for each, count in zip(documents, tokens)) / sum(tokens)
         loss.backward()
     ranks = workers(2).run(heads.shared, make, RING, packed)
     for got, *_ in ranks:
