@@ -169,6 +169,17 @@ def test_an_engine_takes_the_step_of_one_process(workers, class_name, model_type
         assert oracle.total_error(updates, want) < 1e-4  # rounded with the weights that took them
 
 
+def test_t5gemma_without_a_mask_is_refused(workers):
+    def without_mask():
+        import ds_cp
+
+        model = maker("T5GemmaForConditionalGeneration", "t5gemma")(dtype=torch.float32)
+        ds_cp.context_parallel(model, RING)
+        model(**pairs(padded=False))
+
+    workers(2).run_expecting_error(without_mask, "T5Gemma's encoder got no attention_mask")
+
+
 def test_every_type_that_start_up_lets_through_is_compared_here():
     from ds_cp.patches.transformers import verified
 

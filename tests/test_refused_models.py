@@ -64,6 +64,14 @@ def encoder_with_a_bias_of_all_pairs():
     return Pop2PianoForConditionalGeneration(Pop2PianoConfig(**sizes))
 
 
+def encoder_of_sound():
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
+             (("layers", 1), ("attention_heads", 4), ("ffn_dim", 8))}  # fmt: skip
+    return WhisperForConditionalGeneration(WhisperConfig(vocab_size=64, d_model=8, num_mel_bins=4, **sides, pad_token_id=0))
+
+
 def stacks_that_are_plain_modules():
     from transformers import FSMTConfig, FSMTForConditionalGeneration
 
@@ -85,6 +93,7 @@ OTHERS = [
         decoder_that_rotates_by_length_inside_a_layer,
         "layers.1.self_attn.rotary computes rotary embeddings that depend on the sequence length inside a layer",
     ),
+    (encoder_of_sound, "its WhisperEncoder takes input_features, which is no sequence of tokens that ds_cp could cut"),
     (encoder_that_pools_by_itself, "its pooler, a Linear, gets the first token .*add_pooling_layer=False"),
     (decoder_that_chooses_blocks, r"choose the keys of each query by an index \(index_topk_blocks = \d+\)"),
     (stacks_that_are_plain_modules, "layers.0.self_attn"),
