@@ -131,7 +131,7 @@ def _tensors(rows: torch.Tensor, like: Tensors, ranges: Sequence[Range]) -> list
     shapes = [(stop - start, x.size(-1)) for x, (start, stop) in zip(like, ranges)]
     parts = rows.split([heads * dim * x.element_size() for x, (heads, dim) in zip(like, shapes)], dim=-1)
     return [
-        part.contiguous().view(x.dtype).unflatten(-1, shape).transpose(0, 1)
+        part.reshape(-1).view(x.dtype).view(*part.shape[:2], *shape).transpose(0, 1)
         for x, part, shape in zip(like, parts, shapes)
     ]
 

@@ -60,8 +60,8 @@ def test_verify_compares_every_method_and_stage_with_one_process():
 
 
 def test_verify_says_why_a_model_is_refused():
-    code, text = ds_cp("verify", "qwen3_next")
-    assert code == 1 and "linear_attn (Qwen3NextGatedDeltaNet)" in " ".join(text.split())
+    code, text = ds_cp("verify", "xlstm")
+    assert code == 1 and "blocks.0 (xLSTMBlock)" in " ".join(text.split())
 
 
 def test_verify_takes_real_weights_and_tells_kinds_of_layers_apart(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_cp.cli.shrink import tiny_config
+from ds_cp.cli.shrink import causal_lm, tiny_config
 from harness import families
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
@@ -69,7 +69,7 @@ def test_hybrid_over_four_ranks_is_exact_too(model_type):
 PASS, OUTSIDE = "pass from token to token in ", "outside of transformers' attention interface in "
 REFUSED = [
     ("xlstm", rf"{PASS}blocks\.0 \(xLSTMBlock\) and \d+ more in a way that ds_cp does not know"),
-    ("inkling2_text", r"distance to each key in layers\.0\.self_attn \(Inkling2SlidingAttention\) and \d+ more"),
+    ("inkling_text", r"distance to each key in layers\.0\.self_attn \(InklingAttention\) and \d+ more"),
     ("big_bird", rf"{OUTSIDE}encoder\.layer\.0\.attention\.self \(BigBirdBlockSparseAttention\) and \d+ more"),
     ("musicgen", r"its ids come in 4 rows per sequence, one for each table of embed_tokens"),
     ("gemma4_assistant", r"its 4 layers attend to the keys of another model \(num_kv_shared_layers = 4\)"),
@@ -121,3 +121,13 @@ def test_a_call_that_fills_a_cache_is_the_models_own(workers):
         return found
 
     assert max(workers(2).run(differences)[0].values()) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["emu3", "mllama", "gemma4"])  # their decoders have a type of their own
+def test_start_up_lets_an_exact_type_through_with_the_type_of_its_decoder(model_type):
+    from ds_cp.patches.transformers import support
+
+    with torch.device("meta"):
+        model = causal_lm(tiny_config(model_type))
+    assert TABLE[model_type][0] == "exact"
+    support.examine(model, support.find_decoder(model), "refuse")

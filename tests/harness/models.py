@@ -9,6 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from ds_cp.cli.shrink import tiny_config
+
 # How each type spells the sizes of ModelSpec, and what else makes it small, deterministic and plainly causal.
 COMMON = dict(
     hidden_size="{hidden}", intermediate_size="{mlp}", num_hidden_layers="{layers}", vocab_size="{vocab}",
@@ -96,20 +98,28 @@ class ModelSpec:
 
 def build(spec, dtype=torch.float32, attention=None):
     """The same weights for the same spec, rounded to the dtype."""
+    torch.manual_seed(spec.seed)
+    extra = {} if attention is None else {"attn_implementation": attention}
+    if spec.type not in TYPES:
+        extra["experts_implementation"] = "eager"  # the grouped matmul knows no fp64
+    model = AutoModelForCausalLM.from_config(_config(spec), dtype=torch.float32, **extra)
+    _make_every_parameter_matter(model)
+    if spec.score_offset:
+        _offset_scores(model, spec.score_offset)
+    return model.to(dtype)
+
+
+def _config(spec):
+    """Of the sizes of a spec; of ds_cp's own tiny ones for a type that has no line in TYPES."""
+    if spec.type not in TYPES:
+        return tiny_config(spec.type, **dict(spec.overrides))
     names = dict(hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads)
     names["vocab"] = VOCAB
     sizes = {
         key: names[value[1:-1]] if isinstance(value, str) and value[0] == "{" else value
         for key, value in TYPES[spec.type].items()
     }
-    config = CONFIG_MAPPING[spec.type](**copy.deepcopy(sizes | dict(spec.overrides)))
-    torch.manual_seed(spec.seed)
-    extra = {} if attention is None else {"attn_implementation": attention}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
-    _make_every_parameter_matter(model)
-    if spec.score_offset:
-        _offset_scores(model, spec.score_offset)
-    return model.to(dtype)
+    return CONFIG_MAPPING[spec.type](**copy.deepcopy(sizes | dict(spec.overrides)))
 
 
 def rounded(model, dtype):
