@@ -140,6 +140,14 @@ def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers,
     engine.check(results, truth(spec, *(batch for group in groups for batch in group)), losses)
 
 
+@pytest.mark.parametrize("name, checkpointing, dtype", [("qwen3_next", None, torch.float64),
+                                                        ("nemotron_h", "non-reentrant", torch.float32)])  # fmt: skip
+def test_recurrent_layers_beside_run_as_ever(workers, name, checkpointing, dtype):
+    spec, batch = ModelSpec(name), BatchSpec("packed", 3, 53)
+    results = workers(2).run(in_tiles, spec, RING, [batch], dtype=dtype, checkpointing=checkpointing)
+    subject.check(results, truth(spec, batch), dtype)
+
+
 def test_two_forwards_before_one_backward(workers):
     spec, batch_specs = ModelSpec("gemma2"), [BatchSpec("packed", 1, 53), BatchSpec("dense", 1, 64, seed=1)]
     config = config_of("hybrid", 4) | {"offload_kv": 5}
@@ -239,6 +247,7 @@ def test_scores_by_position_know_where_a_tile_is(workers, method):
 
 REFUSED = {
     "a family that counts tokens by itself": (ModelSpec("bloom", kv_heads=8), {}, "counts tokens by itself"),
+    "attention and recurrence in one layer": (ModelSpec("falcon_h1"), {}, "no layer of it only attends"),
     "dropout between layers": (
         ModelSpec("gpt2", kv_heads=8, overrides=(("resid_pdrop", 0.5),)),
         {},

@@ -128,11 +128,8 @@ def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: 
     for module in parts:
         yield from (change.attach(module) for change in (families, rope, recurrent))
         if plan.offload_activations:
-            yield offload.attach(module, checkpoints=bool(plan.offload_kv))
-        if plan.offload_kv:  # whole layers in tiles, each its own checkpoint
-            yield layers.attach(module, plan)
-            continue
-        yield mlp.attach(module, plan.tiled_mlp)
+            yield offload.attach(module, checkpoints=bool(plan.offload_kv) and layers.all_in_tiles(module))
+        yield layers.attach(module, plan) if plan.offload_kv else mlp.attach(module, plan.tiled_mlp)
         yield recompute.attach(module, keeps=not plan.recompute_attention, offloads=plan.offload_activations)
 
 

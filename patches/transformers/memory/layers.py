@@ -22,7 +22,7 @@ from ds_cp.attention.kept import Kept
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.memory import offload
-from ds_cp.patches.transformers.models import families, layers
+from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
 from ds_cp.region import MaskDescriptor
 from ds_cp.running import current
@@ -57,12 +57,8 @@ def check(stacks: Mapping[PreTrainedModel, Any]) -> None:
 
 def _problems(stack: PreTrainedModel) -> Iterator[str]:
     if next(_layers(stack), None) is None:
-        yield "none of its layers is one that transformers can checkpoint"
-    own = [name for name, module in stack.named_modules() if families.replaced(type(module)) is not None]
-    if own:
-        yield f"attention counts tokens by itself in {layers.listed(own)}"
-    if recurrent := layers.recurrent(stack):
-        yield f"a state passes from token to token in {layers.listed(recurrent)}"
+        own = [name for name, module in stack.named_modules() if families.replaced(type(module)) is not None]
+        yield f"attention counts tokens by itself in {layers.listed(own)}" if own else "no layer of it only attends"
 
 
 def attach(stack: PreTrainedModel, plan: Plan) -> Callable[[], None]:
@@ -81,13 +77,27 @@ def attach(stack: PreTrainedModel, plan: Plan) -> Callable[[], None]:
 
 
 def _layers(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:
-    """Outermost layers that attend."""
+    """Outermost layers in which nothing but the attention interface mixes tokens."""
+    for module in _outermost(stack):
+        if layers.attends(module) and not any(_mixes_by_itself(type(part)) for part in module.modules()):
+            yield module
+
+
+def _outermost(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:
     seen: set[torch.nn.Module] = set()
     for module in stack.modules():
         if isinstance(module, GradientCheckpointingLayer) and module not in seen:
             seen.update(module.modules())
-            if layers.attends(module):
-                yield module
+            yield module
+
+
+def _mixes_by_itself(kind: type) -> bool:
+    return families.replaced(kind) is not None or recurrent.is_shared(kind)
+
+
+def all_in_tiles(stack: torch.nn.Module) -> bool:
+    """Whether no layer needs gradient checkpointing to keep its input only."""
+    return len([*_layers(stack)]) == len([*_outermost(stack)])
 
 
 @torch.compiler.disable
