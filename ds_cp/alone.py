@@ -49,7 +49,7 @@ class Alone:
     batches: tuple[Batch, ...] | None
 
     @staticmethod
-    def of(documents: Documents, seq_len: int, device: str, at_once: bool = False) -> "Alone":
+    def of(documents: Documents, seq_len: int, device: torch.device | str, at_once: bool = False) -> "Alone":
         """
         Args:
             documents: of the batch.
@@ -91,7 +91,7 @@ class Alone:
         return [whole.unflatten(0, shape) for whole in wholes]
 
 
-def _batch(documents: list[np.ndarray], device: str) -> Batch:
+def _batch(documents: list[np.ndarray], device: torch.device | str) -> Batch:
     length = max(map(len, documents))
     slots = np.concatenate([i * length + np.arange(len(tokens)) for i, tokens in enumerate(documents)])
     tokens, slots = (torch.from_numpy(each).to(device) for each in (np.concatenate(documents), slots))

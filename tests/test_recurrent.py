@@ -38,7 +38,7 @@ CASES = [
     ("mamba", (), ("ulysses", 2), RIGHT),
     # short convolutions, shifted tokens
     ("lfm2", (), ("ring", 3), PACKED),
-    ("rwkv", (), ("ring", 3), LEFT),
+    ("rwkv", (), ("ring", 3), RIGHT),
     # layers that run whole
     ("minimax", (), ("ulysses", 2), PACKED),
     ("recurrent_gemma", (), ("ring", 2), PACKED),
@@ -76,12 +76,11 @@ def step(model_spec, config, specs, checkpointing):
 def test_a_recomputed_layer_finds_the_region_of_its_forward(workers, model, ranks, kind, again):
     """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
     config = config_of("ring", ranks) | {"recompute_attention": again}
-    specs = [LEFT if model.type == "rwkv" else PACKED, DENSE]
+    specs = [RIGHT if model.type == "rwkv" else PACKED, BatchSpec("dense", 2, 64)]
     plain = workers(ranks).run(step, model, config, specs, None)
     for got, want in zip(workers(ranks).run(step, model, config, specs, kind), plain, strict=True):
         assert got[0] == want[0]
-        different = [name for name in want[1] if not torch.equal(got[1][name], want[1][name])]
-        assert not different, different
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -127,7 +126,7 @@ def test_each_function_sends_one_message_there_and_one_back(workers):
             assert sent[word] == 2 * elements * 4
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "minimax"])
+@pytest.mark.parametrize("model_type", ["bamba", "minimax"])
 def test_zero_3_takes_the_same_step(workers, model_type):
     """Groups have different numbers of documents: what is gathered must not depend on them."""
     model = ModelSpec(model_type)

@@ -16,6 +16,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
+from ds_cp.alone import Alone
 from ds_cp.channels import mix
 from ds_cp.patches.transformers.batch import FLASH_FACTS
 from ds_cp.patches.transformers.models.code import names_in
@@ -93,12 +94,10 @@ def attach(stack: torch.nn.Module) -> Callable[[], None]:
         if type(module).__name__ in PARTS:
             part = getattr(module, PARTS[type(module).__name__][0])
             part.forward = MethodType(functools.partial(_part, type(module).__name__), part)
-        module._z3_leaf = runs_whole(type(module))  # called once, whatever the number of documents inside
 
     def undo() -> None:
         for module in bound:
             module.__dict__.pop("forward", None)
-            module.__dict__.pop("_z3_leaf", None)
             if type(module).__name__ in PARTS:
                 getattr(module, PARTS[type(module).__name__][0]).__dict__.pop("forward", None)
 
@@ -125,7 +124,11 @@ def _is_mask(name: str, value: Any) -> bool:
 
 
 def _run_whole(region: Region, layer: torch.nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
-    """A layer on all tokens, each document by itself; this rank's tokens of what it returns."""
+    """A layer on all tokens, each document by itself; this rank's tokens of what it returns.
+
+    All documents run at once, padded to the longest: under ZeRO-3 each call of a module is a gather of the world, so their
+    number may not depend on one group's batch.
+    """
     values = [None if _is_mask(name, value) else value for name, value in (*enumerate(args), *kwargs.items())]
     length, rows = region.layout.local_len, len(region.documents.ranges)
     local = [at for at, x in enumerate(values) if isinstance(x, torch.Tensor) and x.dim() > 1 and x.size(1) == length]
@@ -140,7 +143,8 @@ def _run_whole(region: Region, layer: torch.nn.Module, original: Callable, args:
         others[:] = out[count:]
         return out[:count]
 
-    mine = (*map(region.shard, region.alone.run(run, *whole)), *(None for _ in others))
+    alone = Alone.of(region.documents, region.layout.seq_len, whole[0].device, at_once=True)
+    mine = (*map(region.shard, alone.run(run, *whole)), *(None for _ in others))
     return mine if len(mine) > 1 else mine[0]
 
 
