@@ -29,7 +29,7 @@ class ModelFacts:
 
     @property
     def heads_text(self) -> str:
-        return " and ".join(f"{q} query and {k} key/value heads" for q, k in self.heads)
+        return " and ".join(f"{q} query and {k} key/value heads" for q, k in self.heads) or "layers without attention"
 
 
 @dataclass(frozen=True)

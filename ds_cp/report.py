@@ -9,8 +9,20 @@ from ds_cp.mesh import Mesh
 from ds_cp.planner import ModelFacts, Plan
 
 
-def print_start(plan: Plan, mesh: Mesh, facts: ModelFacts, layers: int, console: Console | None = None) -> None:
-    """Say what was decided, and why, so that nobody has to guess."""
+def print_start(
+    plan: Plan,
+    mesh: Mesh,
+    facts: ModelFacts,
+    layers: int,
+    recurrent: tuple[int, int] = (0, 0),
+    console: Console | None = None,
+) -> None:
+    """Say what was decided, and why, so that nobody has to guess.
+
+    Args:
+        layers: that mix tokens.
+        recurrent: those of them that trade tokens for channels, and those that run whole.
+    """
     world = mesh.dp_size * plan.size
     table = Table(title=f"ds_cp: {facts.name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -20,12 +32,22 @@ def print_start(plan: Plan, mesh: Mesh, facts: ModelFacts, layers: int, console:
     table.add_row("method", f"{plan.method} ({plan.reasons['method']})")
     table.add_row("layout", f"{plan.layout_text} ({plan.reasons['layout']})")
     table.add_row("kernel", f"{plan.kernel} ({plan.reasons['kernel']})")
-    table.add_row("layers", f"{layers} attention layers: exchange, tiles, merge; everything else is per token")
+    table.add_row("layers", _layers(layers - sum(recurrent), *recurrent))
     table.add_row("tokens per rank", f"the sequence / {plan.size}, padded inside to a multiple")
     table.add_row("sequences per step", f"micro batch x accumulation x dp {mesh.dp_size}")
     table.add_row("loss", "one sum and one count over a group; DeepSpeed means over the world")
     table.add_row("memory", _memory(plan))
     (console or Console()).print(table)
+
+
+def _layers(attention: int, traded: int, whole: int) -> str:
+    parts = [
+        f"{attention} attention layers: exchange, tiles, merge" if attention or not traded + whole else "",
+        f"{traded} recurrent layers: tokens for channels and back" if traded else "",
+        f"{whole} recurrent layers run whole on every rank, on all tokens" if whole else "",
+        "everything else is per token",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _memory(plan: Plan) -> str:

@@ -109,7 +109,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
     if torch.distributed.get_rank() == 0:
         from ds_cp.report import print_start
 
-        print_start(plan, state.mesh, facts, state.layers)
+        print_start(plan, state.mesh, facts, state.layers, recurrent.counted(parts))
     return state
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import MethodType
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 
@@ -76,6 +76,13 @@ def is_shared(kind: type) -> bool:
 def runs_whole(kind: type) -> bool:
     """Whether every rank runs such a layer on all tokens."""
     return kind.__name__ in WHOLE and is_shared(kind)
+
+
+def counted(stacks: Iterable[torch.nn.Module]) -> tuple[int, int]:
+    """How many layers trade tokens for channels, and how many run whole."""
+    kinds = [type(module) for stack in stacks for module in stack.modules() if is_shared(type(module))]
+    whole = sum(map(runs_whole, kinds))
+    return len(kinds) - whole, whole
 
 
 def attach(stack: torch.nn.Module) -> Callable[[], None]:
