@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-def main() -> None:
-    """Entry point of the console script."""
+if TYPE_CHECKING:
+    import typer
+
+
+def app() -> typer.Typer:
+    """The command with its verbs."""
     import typer
 
     from ds_cp.cli import bench, doctor, plan, verify
 
-    app = typer.Typer(help="Context parallelism for DeepSpeed.", no_args_is_help=True, add_completion=False)
-    app.command("plan")(plan.plan)
-    app.command("verify")(verify.verify)
-    app.command("doctor")(doctor.doctor)
-    app.add_typer(bench.app(), name="bench")
-    app()
+    made = typer.Typer(help="Context parallelism for DeepSpeed.", no_args_is_help=True, add_completion=False)
+    made.command("plan")(plan.plan)
+    made.command("verify")(verify.verify)
+    made.command("doctor")(doctor.doctor)
+    made.add_typer(bench.app(), name="bench")
+    return made
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()()

@@ -80,7 +80,7 @@ class Workers:
         return [report.message for report in reports]
 
     def _reports(self, function, args, kwargs, patient):
-        _import_everything_once()
+        import_everything_once()
         with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
             ranks = []
             try:
@@ -238,7 +238,7 @@ def _leave_the_world():
         torch.distributed.destroy_process_group()
 
 
-def _import_everything_once():
+def import_everything_once():
     if "harness.warm" in sys.modules:
         return
     import deepspeed
