@@ -86,10 +86,12 @@ class Group:
     ) -> torch.Tensor:
         """Send ``send_counts[i]`` rows of dim 0 to rank i, concatenate what arrives along dim 0."""
         received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
+        even = len({*send_counts, *receive_counts}) == 1
+        sizes = (None, None) if even else (list(receive_counts), list(send_counts))  # lists are walked on every layer
         self._count(what, [tensor])
         self.sent[what.split(" ", 1)[0]] -= tensor.nbytes * send_counts[self.rank] // max(1, len(tensor))
         with self._waiting(what):
-            dist.all_to_all_single(received, tensor.contiguous(), list(receive_counts), list(send_counts), self.handle)
+            dist.all_to_all_single(received, tensor.contiguous(), *sizes, self.handle)
         return received
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:

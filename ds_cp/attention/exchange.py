@@ -77,7 +77,8 @@ class PeerExchange:
 
     def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         sends = any(step.target_rows for step in self.steps[1:])
-        rows = as_rows(key, value) if sends else as_rows(key[:, :, :0], value[:, :, :0])
+        like_a_row = (key.size(0), key.size(1), key.size(-1) + value.size(-1))
+        rows = as_rows(key, value) if sends else key.new_empty((0, *like_a_row))
         under_way = [self._start(step, rows) for step in self.steps[1 : 1 + self.ahead]]
         yield self.steps[0], key, value
         for t in range(1, len(self.steps)):

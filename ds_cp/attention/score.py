@@ -111,7 +111,9 @@ class Score:
         return bool(self.terms or self.dropout)
 
     def of_heads(self, start: int, stop: int) -> "Score":
-        """The rule for the query heads ``start`` to ``stop``."""
+        """The rule for the query heads ``start`` to ``stop``; itself where heads do not matter."""
+        if self.sinks is None and not self.needs_positions:
+            return self
         heads = slice(start, stop)
         return replace(
             self,

@@ -103,13 +103,13 @@ class Ulysses:
         for ranks, heads in self._runs(queries, keys):
             columns = []
             for i, (x, n) in enumerate(zip(tensors, heads)):
-                mine = x.narrow(1, heads_before[i], ranks * n)
+                mine = x if ranks == size else x.narrow(1, heads_before[i], ranks * n)
                 columns.append(mine.reshape(batch, ranks, n, length, -1).permute(1, 3, 0, 2, 4).flatten(3))
                 heads_before[i] += ranks * n
             parcels.append(torch.cat(columns, dim=-1).view(-1))  # [ranks, L, B, width]
             counts += [parcels[-1].numel() // ranks] * ranks
         received = self.group.all_to_all(_joined(parcels, 0), counts, [counts[me]] * size, f"{word} all-to-all")
-        heads = [split[me] for split in self._splits(queries, keys)]
+        heads = [self.split.query[me]] * len(queries) + [self.split.key[me]] * len(keys)
         columns = received.view(size * length, batch, -1).split(
             [n * x.size(-1) for x, n in zip(tensors, heads)], dim=-1
         )
@@ -136,9 +136,6 @@ class Ulysses:
         if self.split.repeat > 1:
             whole[len(queries) :] = [x.unflatten(2, (-1, self.split.repeat)).sum(3) for x in whole[len(queries) :]]
         return [x.transpose(1, 2) for x in whole]
-
-    def _splits(self, queries: Tensors, keys: Tensors) -> list[tuple[int, ...]]:
-        return [self.split.query] * len(queries) + [self.split.key] * len(keys)
 
     def _runs(self, queries: Tensors, keys: Tensors) -> list[tuple[int, list[int]]]:
         """Neighbours with as many heads as each other travel in one copy: (how many ranks, heads of each per tensor)."""

@@ -2,15 +2,18 @@
 
 A layer's attention alternates with the same calls of the same kernel and the same messages in the same order, written
 straight with torch: what one run of ds_cp asked of them is recorded, then replayed. The difference is ds_cp with all that
-it needs of autograd. Medians over many pairs on each rank, of the calling thread's CPU time and of wall time.
+it needs of autograd, and with caches that are cold behind each wait. In a third run kernel and messages are nothing, which
+leaves ds_cp alone. Medians over many rounds on each rank, of the calling thread's CPU time and of wall time.
 """
 
 import statistics
 import sys
 import time
+from contextlib import contextmanager
 
 import torch
 
+from ds_cp.attention.kernels import torch_flash
 from ds_cp.cli.ranks import run_on_ranks
 
 CALLS = 600
@@ -20,7 +23,7 @@ class Recorder:
     """Calls of the kernel and messages, as functions that repeat them."""
 
     def __init__(self):
-        self.calls, self._works = [], {}
+        self.calls, self._works, self._results = [], {}, []
 
     def replay(self):
         for call in self.calls:
@@ -29,7 +32,8 @@ class Recorder:
     def of_kernel(self, function):
         def recorded(*args):
             self.calls.append(lambda: function(*args))
-            return function(*args)
+            self._results.append(function(*args))
+            return self._results[-1]
 
         return recorded
 
@@ -52,24 +56,42 @@ class Recorder:
         return exchange(*args, **kwargs)
 
     def record(self, run):
-        """Run, and keep what it calls."""
-        from ds_cp.attention.kernels import torch_flash
-
+        """Run, and keep what it calls: (what repeats the calls, what runs without them)."""
         self._all_to_all = torch.distributed.all_to_all_single
-        places = (
-            (torch_flash, "_forward_cpu", self.of_kernel(torch_flash._forward_cpu)),
-            (torch_flash, "_backward_cpu", self.of_kernel(torch_flash._backward_cpu)),
-            (torch.distributed, "batch_isend_irecv", self.of_messages),
-            (torch.distributed, "all_to_all_single", self.of_collective),
-        )
-        before = [getattr(owner, name) for owner, name, _ in places]
-        for owner, name, mine in places:
-            setattr(owner, name, mine)
-        run()
-        for (owner, name, _), theirs in zip(places, before):
-            setattr(owner, name, theirs)
+        kernels = [self.of_kernel(getattr(torch_flash, name)) for name in ("_forward_cpu", "_backward_cpu")]
+        with replaced(*kernels, self.of_messages, self.of_collective):
+            run()
         assert self.calls, "nothing was recorded"
-        return self.replay
+
+        def alone():
+            results = iter(self._results)
+            nothing = [lambda *args, **kwargs: next(results)] * 2 + [lambda *args, **kwargs: ()] * 2
+            with replaced(*nothing):
+                start = clocks()
+                run()
+                return since(start)
+
+        return self.replay, alone
+
+
+@contextmanager
+def replaced(*functions):
+    places = [(torch_flash, "_forward_cpu"), (torch_flash, "_backward_cpu")]
+    places += [(torch.distributed, "batch_isend_irecv"), (torch.distributed, "all_to_all_single")]
+    before = [getattr(*place) for place in places]
+    for (owner, name), mine in zip(places, functions):
+        setattr(owner, name, mine)
+    yield
+    for (owner, name), theirs in zip(places, before):
+        setattr(owner, name, theirs)
+
+
+def clocks():
+    return time.thread_time(), time.perf_counter()
+
+
+def since(start):
+    return [1e3 * (now - then) for now, then in zip(clocks(), start)]
 
 
 def layer(method, length):
@@ -100,20 +122,24 @@ def measure(length, calls=CALLS):
     for method in ("ring", "ulysses"):
         for what, mine in layer(method, length).items():
             mine()
-            pair, times = (mine, Recorder().record(mine)), ([], [])
-            for index in range(2 * calls):
-                cpu, wall = time.thread_time(), time.perf_counter()
-                pair[index % 2]()
-                times[index % 2].append((time.thread_time() - cpu, time.perf_counter() - wall))
-            medians = [[1e3 * statistics.median(column) for column in zip(*one)] for one in times]
-            rows.append((method, what, *medians))
+            bare, alone = Recorder().record(mine)
+
+            def timed(run):
+                start = clocks()
+                run()
+                return since(start)
+
+            rounds = [(timed(mine), timed(bare)) for _ in range(calls)]
+            rounds = list(zip(*rounds)) + [[alone() for _ in range(calls)]]
+            rows.append((method, what, *([statistics.median(column) for column in zip(*times)] for times in rounds)))
     return rows
 
 
 if __name__ == "__main__":
     for rows in zip(*run_on_ranks(2, measure, int((sys.argv[1:] or [64])[0]))):
-        mine, bare = ([statistics.mean(column) for column in zip(*of)] for of in list(zip(*rows))[2:])
+        mine, bare, alone = ([statistics.mean(column) for column in zip(*of)] for of in list(zip(*rows))[2:])
         print(
             f"{rows[0][0]:8} {rows[0][1]:21} CPU {mine[0] - bare[0]:.3f} ms ({mine[0]:.3f} - {bare[0]:.3f}), "
-            f"wall {mine[1] - bare[1]:.3f} ms ({mine[1]:.3f} - {bare[1]:.3f})"
+            f"wall {mine[1] - bare[1]:.3f} ms ({mine[1]:.3f} - {bare[1]:.3f}); "
+            f"kernel and messages nothing: {alone[0]:.3f} ms"
         )

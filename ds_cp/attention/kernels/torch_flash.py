@@ -69,14 +69,17 @@ class TorchKernel:
         value_dim = v.size(-1)
         q, k, v = _equally_wide(q, *_together(k, v))
         out, lse = _forward_cpu(q, k, v, tile.hi < OPEN or flip, score.scale)
-        out, lse = out[..., :value_dim], lse.unsqueeze(-1)
-        out, lse = _in_a_row(times, *(_flipped(out, lse) if flip else (out, lse)))
+        out = _narrowed(out, value_dim)
+        if times == 1 and not flip:
+            return out, lse
+        out, lse = _in_a_row(times, *(_flipped(out, lse.unsqueeze(-1)) if flip else (out, lse.unsqueeze(-1))))
         return out, lse.squeeze(-1)
 
     def backward(self, grad_out, q, k, v, out, lse, tile, score):
         flip, times = tile.lo == 0, getattr(tile, "times", 1)
-        grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
-        lse = lse.squeeze(-1)
+        if times > 1:
+            grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
+            lse = lse.squeeze(-1)
         if flip:
             grad_out, q, k, v, out = _flipped(grad_out, q, k, v, out)
             lse = lse.flip(-1)
@@ -84,7 +87,7 @@ class TorchKernel:
         grad_out, q, k, v, out = _equally_wide(grad_out, q, *_together(k, v), out)
         grads = _backward_cpu(grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, score.scale)
         dq, dk, dv = _in_a_row(times, *(_flipped(*grads) if flip else grads))
-        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+        return _narrowed(dq, dim), _narrowed(dk, dim), _narrowed(dv, value_dim)
 
 
 class TorchCudaKernel(FlashKernel):
@@ -162,7 +165,14 @@ def _together(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return [x.contiguous() for x in tensors] if tensors[0].size(-2) >= MANY_KEYS else tensors
 
 
+def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x if x.size(-1) == width else x[..., :width]
+
+
 def _equally_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The operators want v as wide as q and k; zero columns change nothing."""
-    width = max(x.size(-1) for x in tensors)
+    widths = {x.size(-1) for x in tensors}
+    if len(widths) == 1:
+        return list(tensors)
+    width = max(widths)
     return [F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x for x in tensors]
