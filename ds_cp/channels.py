@@ -187,8 +187,8 @@ def mix(
     strange = [name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in present]
     if strange:
         raise BatchError(
-            f"{getattr(function, '__name__', 'a recurrent layer')} gets {', '.join(strange)}, of which ds_cp does not know what belongs to "
-            "which token: each rank would start from it at its own shard. Leave it out."
+            f"{function.__name__} gets {', '.join(strange)}, of which ds_cp does not know what belongs to which token: each rank "
+            "would start from it at its own shard. Leave it out."
         )
     heads, groups = (_size(given, present, letter) for letter in "hg")
     group = region.mesh.cp

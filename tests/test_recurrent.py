@@ -170,6 +170,21 @@ def test_a_recurrent_layer_that_did_not_come_through_is_noticed(workers):
     workers(2).run_expecting_error(step, "1 of 2 attention or recurrent layers went through ds_cp")
 
 
+def test_a_state_from_elsewhere_is_refused(workers):
+    def step():
+        from transformers.models.qwen3_next import modeling_qwen3_next as kind
+
+        model = subject.changed_model(ModelSpec("qwen3_next"), config_of("ring", 2))
+        function = kind.torch_chunk_gated_delta_rule
+        state = torch.zeros(2, 8, 8, 8)
+        kind.torch_chunk_gated_delta_rule = lambda *args, **given: function(*args, **given | {"initial_state": state})
+        model(**batches.make(DENSE).inputs)
+
+    workers(2).run_expecting_error(
+        step, "torch_chunk_gated_delta_rule gets initial_state, of which ds_cp does not know"
+    )
+
+
 def test_patches_are_listed_and_undone(workers):
     def differences():
         import ds_cp.patches as patches

@@ -218,6 +218,7 @@ def _mixed(
             out, *rest[:] = out
         return out
 
+    run.__name__ = getattr(original, "__name__", type(original).__name__)
     given = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in FACTS}
     out = mix(region, run, given, layouts, out_layout)
     return (out, *(None for _ in rest)) if rest else out  # states of a part of the heads are of no use to anyone
