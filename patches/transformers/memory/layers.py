@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from types import MethodType
 from typing import Any, Callable, Iterator, Mapping
 
 import torch
@@ -22,6 +21,7 @@ from ds_cp.attention.kept import Kept
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.memory import offload
+from ds_cp.patches.transformers.memory.bound import bind
 from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
 from ds_cp.region import MaskDescriptor
@@ -63,17 +63,7 @@ def _problems(stack: PreTrainedModel) -> Iterator[str]:
 
 def attach(stack: PreTrainedModel, plan: Plan) -> Callable[[], None]:
     """Bind the forwards of a stack's layers; returns what undoes it."""
-    bound = list(_layers(stack))
-    for layer in bound:
-        layer.forward = MethodType(partial(_forward, plan), layer)
-        layer._z3_leaf = True  # what DeepSpeed's set_z3_leaf_modules sets; it is read when an engine is made
-
-    def undo() -> None:
-        for layer in bound:
-            layer.__dict__.pop("forward", None)
-            layer._z3_leaf = False
-
-    return undo
+    return bind(_layers(stack), partial(_forward, plan))
 
 
 def _layers(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:

@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
+from ds_cp.patches.transformers.memory.bound import bind
 from ds_cp.tiled_module import run_in_tiles
 
 LARGE = 256 << 20
@@ -40,17 +41,7 @@ def attach(stack: nn.Module, switch: bool | None) -> Callable[[], None]:
     Args:
         switch: True, False, or None for "where it pays".
     """
-    bound = [] if switch is False else list(_mlps(stack))
-    for module in bound:
-        module.forward = MethodType(partial(_forward, switch is True), module)
-        module._z3_leaf = True  # what DeepSpeed's set_z3_leaf_modules sets; it is read when an engine is made
-
-    def undo() -> None:
-        for module in bound:
-            module.__dict__.pop("forward", None)
-            module._z3_leaf = False
-
-    return undo
+    return bind([] if switch is False else _mlps(stack), partial(_forward, switch is True))
 
 
 def _mlps(stack: nn.Module) -> Iterator[nn.Module]:
