@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.deferred import DeferredLogits
+from ds_cp.tiled.deferred import DeferredLogits
 
 if TYPE_CHECKING:
     from ds_cp.region import Region

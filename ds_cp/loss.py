@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from ds_cp.collectives import all_reduce
-from ds_cp.deferred import DeferredLogits
 from ds_cp.region import Region
+from ds_cp.tiled.deferred import DeferredLogits
 
 
 def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_cp import tiled_layer
 from ds_cp.agreement import BatchError
 from ds_cp.alone import Alone
 from ds_cp.attention import kept, kernels
@@ -33,6 +32,7 @@ from ds_cp.mask import Step, schedule
 from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
 from ds_cp.rules import Rule
+from ds_cp.tiled import layer as tiled_layer
 
 
 @dataclass(eq=False)

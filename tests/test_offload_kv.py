@@ -38,7 +38,7 @@ CASES = covering(FACTORS, CONSTRAINTS)
 @contextmanager
 def double_inside_of_tiles(dtype):
     """A mode of torch functions does not reach into an autograd function, where the layers run."""
-    from ds_cp import tiled_layer
+    from ds_cp.tiled import layer as tiled_layer
 
     on = tiled_layer._Layer._on
 
@@ -104,7 +104,7 @@ def on_a_host_of_its_own():
 
 def per_token(config, lengths=(96, 192)):
     """Bytes that a token more on this rank costs at the peak of a step."""
-    from ds_cp import tiled
+    from ds_cp.tiled import loss as tiled
 
     on_a_host_of_its_own()
     tiled.TILE_BYTES = 1 << 12  # the loss is not what this is about

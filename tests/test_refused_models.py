@@ -69,7 +69,9 @@ def encoder_of_sound():
 
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
              (("layers", 1), ("attention_heads", 4), ("ffn_dim", 8))}  # fmt: skip
-    return WhisperForConditionalGeneration(WhisperConfig(vocab_size=64, d_model=8, num_mel_bins=4, **sides, pad_token_id=0))
+    return WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=64, d_model=8, num_mel_bins=4, **sides, pad_token_id=0)
+    )
 
 
 def stacks_that_are_plain_modules():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_cp import tiled
+from ds_cp.tiled import loss as tiled
 from harness.tiles import small_tiles
 
 

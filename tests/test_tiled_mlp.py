@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_cp.tiled_module import run_in_tiles
+from ds_cp.tiled.module import run_in_tiles
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec

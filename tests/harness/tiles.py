@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from ds_cp import tiled
+from ds_cp.tiled import loss as tiled
 from harness.models import VOCAB
 
 TOKENS_PER_TILE = 5  # so that no tile is alone, and the last one is shorter

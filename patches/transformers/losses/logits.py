@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ds_cp.deferred import DeferredLogits
 from ds_cp.running import current_head
+from ds_cp.tiled.deferred import DeferredLogits
 
 
 def attach(head: nn.Module) -> Callable[[], None]:

@@ -26,7 +26,7 @@ from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
 from ds_cp.region import MaskDescriptor
 from ds_cp.running import current
-from ds_cp.tiled_layer import run_in_tiles
+from ds_cp.tiled.layer import run_in_tiles
 
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""

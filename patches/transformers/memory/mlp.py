@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_cp.patches.transformers.memory.bound import bind
-from ds_cp.tiled_module import run_in_tiles
+from ds_cp.tiled.module import run_in_tiles
 
 LARGE = 256 << 20
 """Bytes of one intermediate activation, from which on "auto" tiles."""

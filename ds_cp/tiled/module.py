@@ -12,7 +12,7 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from ds_cp.unchanged import Unchanged
+from ds_cp.tiled.unchanged import Unchanged
 
 
 def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int):

@@ -26,8 +26,8 @@ from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.offloaded import Held, OnlyQueries
 from ds_cp.attention.score import Score
 from ds_cp.layout import Run
-from ds_cp.tiled_module import Gradients, autocast_of
-from ds_cp.unchanged import Unchanged
+from ds_cp.tiled.module import Gradients, autocast_of
+from ds_cp.tiled.unchanged import Unchanged
 
 Hold = Callable[[int], Held]
 """Makes the store of a layer's K and V, given the rows of a block."""

@@ -7,8 +7,8 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
-from ds_cp.tiled import linear_cross_entropy
-from ds_cp.unchanged import Unchanged
+from ds_cp.tiled.loss import linear_cross_entropy
+from ds_cp.tiled.unchanged import Unchanged
 
 POINTWISE = frozenset("add sub mul div true_divide neg tanh float to contiguous".split())
 """What a model may do to its logits without having them computed: scales, softcaps, casts."""
