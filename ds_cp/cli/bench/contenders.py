@@ -103,5 +103,6 @@ BUILDERS: dict[str, Callable[[TrainShape], Any]] = {
     "ds_cp ulysses": lambda shape: Plain(shape, {"method": "ulysses"}),
     "ds_cp ring": lambda shape: Plain(shape, {"method": "ring"}),
     "ds_cp allgather": lambda shape: Plain(shape, {"method": "allgather"}),
+    "ds_cp offload_kv": lambda shape: Plain(shape, {"method": "auto", "offload_kv": 1024}),
 }
 """By the name that ``--contenders`` takes; other packages are in :mod:`ds_cp.cli.bench.peers`."""
