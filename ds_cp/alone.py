@@ -12,7 +12,11 @@ from typing import Callable, Sequence
 import numpy as np
 import torch
 
+from ds_cp.agreement import BatchError
 from ds_cp.documents import Documents
+
+MOST_PADDING = 16
+"""Times the tokens of a batch, beyond which documents that must run at once are refused."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,17 @@ class Alone:
 
     @staticmethod
     def of(documents: Documents, seq_len: int, device: torch.device | str, at_once: bool = False) -> "Alone":
-        """
+        """How the documents of a batch run.
+
         Args:
             documents: of the batch.
             seq_len: S.
             device: where the batch is.
             at_once: all documents in one batch. Otherwise lengths of one batch differ by less than a factor of two, so
                 that padding is less than half, and there are at most log2(S) + 1 batches.
+
+        Raises:
+            BatchError: at once they would be mostly padding.
         """
         if all(len(lines) <= 1 and not lines[:, :1].any() for lines in documents.ranges):
             return Alone(None)  # what stands behind a row's only document is padding that it does not see
@@ -66,6 +74,14 @@ class Alone:
                 runs = [np.arange(*run) for run in lines[lines[:, 0] == start][:, 2:]]
                 tokens = row * seq_len + np.concatenate(runs)
                 alike.setdefault(0 if at_once else len(tokens).bit_length(), []).append(tokens)
+        if at_once:
+            (found,) = alike.values()
+            padded, given = len(found) * max(map(len, found)), len(documents.ranges) * seq_len
+            if padded > MOST_PADDING * given:
+                raise BatchError(
+                    f"a layer of this model runs all {len(found)} documents at once, padded to the longest: {padded} tokens for "
+                    f"the {given} of the batch. Pack documents of like length, or fewer per row."
+                )
         return Alone(tuple(_batch(found, device) for _, found in sorted(alike.items())))
 
     def run(self, function: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor) -> list[torch.Tensor]:

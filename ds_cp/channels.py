@@ -43,6 +43,8 @@ class Split:
     def plan(heads: int, groups: int, ranks: int) -> "Split":
         """Heads as evenly as possible where each rank's then lie inside one group or fill some; else whole groups, if
         there is one per rank; else the same with groups repeated by the least factor."""
+        if heads % groups:
+            raise ValueError(f"{heads} heads are no multiple of {groups} groups")
         for repeat in (n for n in range(1, heads // groups + 1) if heads // groups % n == 0):
             width = heads // groups // repeat
             for unit in (1, width):
@@ -50,7 +52,7 @@ class Split:
                 split = tuple(pairwise(unit * (units * u // ranks) for u in range(ranks + 1)))
                 if all(_evenly(run, width) for run in split) and (unit == 1 or units >= ranks):
                     return Split(split, tuple(_groups_of(run, width) for run in split), repeat)
-        raise ValueError(f"{heads} heads are no multiple of {groups} groups")
+        raise AssertionError("with a group per head every split is even")
 
 
 def _evenly(heads: Range, width: int) -> bool:
@@ -89,7 +91,7 @@ class Trade:
         received = self.group.all_to_all(
             torch.cat(parcels), counts, [counts[self.group.rank]] * self.group.size, f"{word} states"
         )
-        index = self.layout.unshard_index.to(received.device)
+        index = self.layout.unshard_index_on(received.device)
         rows = received.view(self.group.size * length, batch, -1).index_select(0, index)
         return _tensors(rows, tensors, [ranges[self.group.rank] for ranges in self.ranges])
 
@@ -98,7 +100,7 @@ class Trade:
         rows, length = _bytes(tensors), self.layout.local_len
         batch = rows.size(1)
         shards = rows.new_zeros((self.group.size * length, *rows.shape[1:]))
-        shards.index_copy_(0, self.layout.unshard_index.to(rows.device), rows)
+        shards.index_copy_(0, self.layout.unshard_index_on(rows.device), rows)
         widths = [
             sum((stop - start) * x.size(-1) * x.element_size() for x, (start, stop) in zip(tensors, ranges))
             for ranges in zip(*self.ranges)

@@ -19,7 +19,7 @@ class _GatherSequence(torch.autograd.Function):
     def forward(ctx, local: torch.Tensor, layout: Layout, group: Group, dim: int) -> torch.Tensor:
         ctx.layout, ctx.group, ctx.dim = layout, group, dim
         gathered = group.all_gather(local.movedim(dim, 0), "gather hidden states")
-        index = layout.unshard_index.to(local.device)
+        index = layout.unshard_index_on(local.device)
         return gathered.flatten(0, 1).index_select(0, index).movedim(0, dim).contiguous()
 
     @staticmethod
@@ -28,7 +28,7 @@ class _GatherSequence(torch.autograd.Function):
         layout, group = ctx.layout, ctx.group
         grad = grad.movedim(ctx.dim, 0)
         shards = grad.new_zeros((group.size * layout.local_len, *grad.shape[1:]))
-        shards.index_copy_(0, layout.unshard_index.to(grad.device), grad)
+        shards.index_copy_(0, layout.unshard_index_on(grad.device), grad)
         part = group.reduce_scatter(shards.unflatten(0, (group.size, layout.local_len)), "scatter hidden states")
         return part.movedim(0, ctx.dim), None, None, None
 

@@ -12,7 +12,7 @@ import json
 import os
 from typing import Any, Literal, Mapping
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 KEY = "context_parallel"
 
@@ -40,12 +40,14 @@ class ContextParallelConfig(BaseModel):
         "auto"
     )
     checks: Literal["first_step", "every_step", "off"] = "first_step"
-    timeout: float = Field(600.0, gt=0, description="seconds a rank waits for its group before it fails")
+    timeout: float = Field(
+        600.0, gt=0, strict=True, allow_inf_nan=False, description="seconds a rank waits for its group before it fails"
+    )
     unverified: Literal["refuse", "allow"] = "refuse"
     tiled_loss: Switch = Field("auto", description="the loss in tiles of tokens, so that no rank holds [L, vocab]")
     tiled_mlp: Switch = Field("auto", description="MLPs in tiles of tokens, recomputed in the backward pass")
     offload_activations: Switch = Field("auto", description="what checkpointing keeps waits in host memory")
-    offload_kv: Switch | int = Field(
+    offload_kv: StrictInt | Switch = Field(
         "auto", description="layers in tiles of tokens, K and V in host memory; the number is a tile's tokens"
     )
     recompute_attention: Literal[False, True] = Field(False, description="checkpointed layers compute attention twice")
@@ -65,6 +67,8 @@ def read(value: Any) -> ContextParallelConfig:
             f'"{KEY}" is {json.dumps(value, default=repr)}, but it must be an object such as {{"size": 8}}. '
             "Nothing was started."
         )
+    if strange := [name for name in value if not isinstance(name, str)]:
+        raise ConfigError(f'"{KEY}" has a key {strange[0]!r}, which is no name. Nothing was started.')
     wrong = [name for name, words in WHOLE_NUMBERS.items() if not _is_number_or(words, value.get(name, "auto"))]
     problems = [_bad_number(name, value[name]) for name in wrong]
     try:

@@ -108,6 +108,16 @@ class Layout:
                 offset += stop - start
         return index[: self.seq_len]
 
+    @cached_property
+    def _on_devices(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def unshard_index_on(self, device: torch.device) -> torch.Tensor:
+        """:attr:`unshard_index` on a device, copied there once."""
+        if device not in self._on_devices:
+            self._on_devices[device] = self.unshard_index.to(device)
+        return self._on_devices[device]
+
 
 def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:
     (a, b), (c, d) = runs

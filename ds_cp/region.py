@@ -94,6 +94,11 @@ class Region:
         """How a function that knows no documents runs on each of them by itself."""
         return Alone.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name())
 
+    @cached_property
+    def alone_at_once(self) -> Alone:
+        """The same in one call, whatever the number of documents."""
+        return Alone.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name(), at_once=True)
+
     def _on_device(self, per_token: Callable[[int], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(per_token(self.layout.seq_len)).to(get_accelerator().current_device_name())
 

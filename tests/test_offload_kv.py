@@ -1,10 +1,12 @@
 """Layers in tiles of tokens with K and V in host memory: exact for every method and mask, and the device holds blocks."""
 
 import contextlib
+import functools
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from ds_cp.cli.bench.probes import LiveStorages
 from harness import batches, engine, models, oracle, subject
@@ -219,6 +221,65 @@ def test_a_long_prompt_fills_the_cache(workers):
 
     tiled, plain = (workers(2).run(generated, config) for config in (RING, config_of("ring", 2)))
     assert all(torch.equal(one, plain[0]) for one in tiled)
+
+
+def under_autocast(extra, checkpointed=False):
+    """bf16 products of fp32 weights; with a checkpoint of the user's own around each layer or without."""
+    model = subject.changed_model(ModelSpec("llama"), config_of("ring", 2) | extra).train()
+    for layer in model.model.layers if checkpointed else ():
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batches.make(BATCH).inputs).loss
+    loss.backward()
+    return oracle.gradients_of(model)
+
+
+def distance(gradients, want):
+    both = [(gradients[name].double(), want[name].double()) for name in want]
+    return (sum((a - b).square().sum() for a, b in both) / sum(b.square().sum() for _, b in both)).sqrt()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_autocast_holds_in_the_backward_pass_and_in_a_checkpoint_of_the_users(workers, checkpointed):
+    exact = truth(ModelSpec("llama"), BATCH).gradients
+    plain, tiled = (
+        oracle.mean_over_ranks(workers(2).run(under_autocast, *way))
+        for way in (({},), ({"offload_kv": 16}, checkpointed))
+    )
+    assert distance(tiled, exact) <= 1.1 * distance(plain, exact)
+    assert distance(tiled, plain) > 1e-4, "another order of summation, in bf16"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_attention_is_computed_once_unless_asked(workers, again):
+    def forwards():
+        from ds_cp.attention.kernels.torch_flash import TorchKernel
+
+        calls, forward = [], TorchKernel.forward
+        TorchKernel.forward = lambda *args: calls.append(1) or forward(*args)
+        model = subject.changed_model(ModelSpec("llama"), RING | {"recompute_attention": again}).train()
+        loss = model(**batches.make(BATCH).inputs).loss
+        first = len(calls)
+        loss.backward()
+        return first, len(calls)
+
+    for first, both in workers(2).run(forwards):
+        assert first and both == first * (2 if again else 1)
+
+
+def test_mlps_of_layers_that_do_not_run_in_tiles_may(workers):
+    def tiled():
+        from ds_cp.patches.transformers.memory import mlp
+
+        rows, run = [], mlp.run_in_tiles
+        mlp.run_in_tiles = lambda module, *args: rows.append(module) or run(module, *args)
+        model = subject.changed_model(ModelSpec("bamba"), RING | {"tiled_mlp": True}).train()
+        model(**batches.make(BatchSpec("dense", 1, 64)).inputs).loss.backward()
+        beside = [layer for layer in model.model.layers if not hasattr(layer, "self_attn")]
+        return len(set(rows)), len(beside)
+
+    for bound, beside in workers(2).run(tiled):
+        assert bound == beside > 0
 
 
 def bidirectional_blocks(length):

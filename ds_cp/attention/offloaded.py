@@ -9,7 +9,7 @@ however long a shard is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, zip_longest
 from typing import Callable, Iterator, Mapping, NamedTuple, Sequence
 
@@ -26,7 +26,7 @@ from ds_cp.mesh import Group
 class HostRows:
     """Rows [n, ...] in (pinned) host memory, of which a device sees a few at a time.
 
-    Copies from the host run on a stream of their own, beside the kernels that were launched before them.
+    Rows are fetched on a stream of its own, behind the kernels launched so far and beside those that are launched next.
 
     Args:
         shape: n, and what a row is.
@@ -36,7 +36,6 @@ class HostRows:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device):
         self._device, self._apart = device, device.type != "cpu"
         self._rows = torch.empty(shape, dtype=dtype, pin_memory=self._apart)
-        self._stream = get_accelerator().Stream() if self._apart else None
 
     def zero(self) -> "HostRows":
         self._rows[:] = 0
@@ -56,9 +55,16 @@ class HostRows:
         """Start to read rows."""
         if not self._apart:
             return Arriving(self.read(start, stop), None)
-        self._stream.wait_stream(get_accelerator().current_stream())
-        with get_accelerator().stream(self._stream):
-            return Arriving(self.read(start, stop), self._stream.record_event())
+        stream = _fetching(self._device)
+        stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(stream):
+            return Arriving(self.read(start, stop), stream.record_event())
+
+
+@cache
+def _fetching(device: torch.device) -> "torch.cuda.Stream":
+    """One stream per device: memory is cached per stream."""
+    return get_accelerator().Stream(device=device)
 
 
 class Arriving(NamedTuple):

@@ -129,7 +129,9 @@ def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: 
         yield from (change.attach(module) for change in (families, rope, recurrent))
         if plan.offload_activations:
             yield offload.attach(module, checkpoints=bool(plan.offload_kv) and layers.all_in_tiles(module))
-        yield layers.attach(module, plan) if plan.offload_kv else mlp.attach(module, plan.tiled_mlp)
+        if plan.offload_kv:
+            yield layers.attach(module, plan)
+        yield mlp.attach(module, plan.tiled_mlp)
         yield recompute.attach(module, keeps=not plan.recompute_attention, offloads=plan.offload_activations)
 
 

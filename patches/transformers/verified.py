@@ -9,7 +9,7 @@ ENCODERS = frozenset(
 """Compared in tests/test_other_heads.py."""
 
 ENCODER_DECODERS = frozenset(
-    "bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 t5gemma t5_gemma_module umt5".split()
+    "bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 t5gemma umt5".split()
 )
 """With the types of their stacks; compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
 
@@ -23,4 +23,7 @@ tests/test_vision_language.py."""
 INSIDE = frozenset({"emu3_text_model", "mllama_text_model"})
 """Types of the stacks inside of types that the sweep has compared."""
 
-TYPES = ENCODERS | ENCODER_DECODERS | VISION_LANGUAGE | INSIDE
+STACKS = frozenset({"t5_gemma_module"})
+"""What the configs of stacks call themselves, where it is another name than their model's."""
+
+TYPES = STACKS | ENCODERS | ENCODER_DECODERS | VISION_LANGUAGE | INSIDE

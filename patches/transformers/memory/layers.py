@@ -25,7 +25,6 @@ from ds_cp.patches.transformers.memory.bound import bind
 from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
 from ds_cp.region import MaskDescriptor
-from ds_cp.running import current
 from ds_cp.tiled.layer import run_in_tiles
 
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
@@ -69,7 +68,11 @@ def attach(stack: PreTrainedModel, plan: Plan) -> Callable[[], None]:
 def _layers(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:
     """Outermost layers in which nothing but the attention interface mixes tokens."""
     for module in _outermost(stack):
-        if layers.attends(module) and not any(_mixes_by_itself(type(part)) for part in module.modules()):
+        if (
+            "forward" not in vars(module)
+            and layers.attends(module)
+            and not any(_mixes_by_itself(type(part)) for part in module.modules())
+        ):
             yield module
 
 
@@ -96,7 +99,9 @@ def _forward(plan: Plan, self: GradientCheckpointingLayer, *args: Any, **kwargs:
     checkpointed = type(self).forward
     plain = checkpointed.__wrapped__  # without the checkpoint: what runs in tiles keeps its input only
     x, others = _arguments(inspect.signature(plain).bind(self, *args, **kwargs))
-    if current() is None or any(others.get(name) is not None for name in CACHES):
+    # the mask tells, not what runs: it travels with a recomputation, too
+    shared = any(isinstance(value, MaskDescriptor) for value in others.values())
+    if not shared or any(others.get(name) is not None for name in CACHES):
         return checkpointed(self, *args, **kwargs)
     _refuse_watchers(self)
     parts = {name: _cutter(self, name, value, x.size(1)) for name, value in others.items()}

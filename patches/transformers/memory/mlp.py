@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_cp.patches.transformers.memory.bound import bind
+from ds_cp.tiled import layer
 from ds_cp.tiled.module import run_in_tiles
 
 LARGE = 256 << 20
@@ -67,7 +68,8 @@ def _width(module: nn.Module) -> int:
 
 def _forward(always: bool, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = MethodType(type(self).forward, self)
-    if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+    in_a_tile = layer.current() is not None  # of its layer: few tokens already
+    if in_a_tile or len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
         return original(*args, **kwargs)
     row = _width(self) * args[0].element_size()
     if (not always and args[0].shape[:-1].numel() * row <= LARGE) or _cannot_run_twice(self):

@@ -26,6 +26,8 @@ def attach(stack: torch.nn.Module, checkpoints: bool = False) -> Callable[[], No
 
     @torch.compiler.disable
     def before(stack: torch.nn.Module, args: tuple) -> None:
+        while opened:  # left by an interrupt, after which torch runs no hook; a stack does not run inside itself
+            opened.pop().__exit__(None, None, None)
         if not stack.training or not torch.is_grad_enabled():
             return
         if not (checkpoints or stack.is_gradient_checkpointing):

@@ -16,7 +16,6 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.alone import Alone
 from ds_cp.channels import mix
 from ds_cp.patches.transformers.batch import FLASH_FACTS
 from ds_cp.patches.transformers.models.code import names_in
@@ -150,8 +149,7 @@ def _run_whole(region: Region, layer: torch.nn.Module, original: Callable, args:
         others[:] = out[count:]
         return out[:count]
 
-    alone = Alone.of(region.documents, region.layout.seq_len, whole[0].device, at_once=True)
-    mine = (*map(region.shard, alone.run(run, *whole)), *(None for _ in others))
+    mine = (*map(region.shard, region.alone_at_once.run(run, *whole)), *(None for _ in others))
     return mine if len(mine) > 1 else mine[0]
 
 
