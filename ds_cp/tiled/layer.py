@@ -1,4 +1,4 @@
-"""A layer that attends, run on a few tokens at a time: what it keeps for the backward pass is its input.
+"""A layer that attends, run on a few tokens at a time: it keeps its input and its attention's output for the backward pass.
 
 Whatever may be shared by tokens between ranks may be shared by tokens between tiles of one rank: all but attention looks
 at one token. So a layer runs twice on each span of tokens. The first run stops where attention is called, and leaves K

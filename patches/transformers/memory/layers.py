@@ -2,7 +2,7 @@
 
 A layer of transformers does what it does token by token, but for the one call of the attention interface; sharing it
 between ranks relies on that already. Here its ``forward`` is bound, inside of the module's call, so that ZeRO-3 gathers a
-layer (a *leaf*) once whatever the number of tiles. It checkpoints itself: what it keeps is its input.
+layer (a *leaf*) once whatever the number of tiles. It checkpoints itself.
 """
 
 from __future__ import annotations
