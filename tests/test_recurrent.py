@@ -303,3 +303,20 @@ def test_a_fault_does_not_go_unseen(workers, fault):
     results = workers(2).run(broken, model, config, [PACKED], torch.float64)
     with pytest.raises(AssertionError):
         subject.check(results, truth(model, PACKED), torch.float64)
+
+
+def test_shares_of_a_group_are_summed_in_fp32(workers):
+    """1 + 2^-9 + 2^-9: bf16 would round twice and lose both."""
+
+    def summed():
+        from ds_cp.channels import Trade
+        from ds_cp.layout import Layout
+        from ds_cp.mesh import build
+
+        mesh = build(ring=3, ulysses=1, timeout=30.0)
+        trade = Trade(Layout(6, 3, 1), mesh.cp, (((0, 1),) * 3,), (1,))
+        share = torch.full((1, 6, 1, 1), [1.0, 2.0**-9, 2.0**-9][mesh.cp.rank], dtype=torch.bfloat16)
+        return trade.to_tokens([share], "backward")[0]
+
+    for total in workers(3).run(summed):
+        assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-8, dtype=torch.bfloat16))
