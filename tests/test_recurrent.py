@@ -306,7 +306,7 @@ def test_a_fault_does_not_go_unseen(workers, fault):
 
 
 def test_shares_of_a_group_are_summed_in_fp32(workers):
-    """1 + 2^-9 + 2^-9: bf16 would round twice and lose both."""
+    """1 + 2^-8 + 2^-8: bf16 would round twice and lose both."""
 
     def summed():
         from ds_cp.channels import Trade
@@ -315,8 +315,8 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
 
         mesh = build(ring=3, ulysses=1, timeout=30.0)
         trade = Trade(Layout(6, 3, 1), mesh.cp, (((0, 1),) * 3,), (1,))
-        share = torch.full((1, 6, 1, 1), [1.0, 2.0**-9, 2.0**-9][mesh.cp.rank], dtype=torch.bfloat16)
+        share = torch.full((1, 6, 1, 1), [1.0, 2.0**-8, 2.0**-8][mesh.cp.rank], dtype=torch.bfloat16)
         return trade.to_tokens([share], "backward")[0]
 
     for total in workers(3).run(summed):
-        assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-8, dtype=torch.bfloat16))
+        assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-7, dtype=torch.bfloat16))
