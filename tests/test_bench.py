@@ -121,3 +121,11 @@ def test_flops_of_a_step_are_those_that_torch_counts():
     seen = (shape.seq_len + 1) / 2 / shape.seq_len
     attention = 3 * 2 * shape.layers * 2 * shape.seq_len**2 * shape.hidden
     assert math.isclose(shape.flops() + (1 - seen) * attention, counter.get_total_flops(), rel_tol=0.01)
+
+
+def test_every_contender_has_a_formula():
+    from ds_cp.cli.bench.contenders import BUILDERS
+    from ds_cp.cli.bench.step import _formula
+
+    for name in (*BUILDERS, *peers.BUILDERS):
+        assert (_formula(name, SHAPE, 2) == 0) == (name == "data parallel")

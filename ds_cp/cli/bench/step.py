@@ -115,6 +115,10 @@ def summarise(
     return rows
 
 
+METHODS = {"UlyssesSPAttentionHF": "ulysses", "ring-flash-attention": "ring"}
+"""Of contenders whose names do not say it."""
+
+
 def _formula(name: str, shape: TrainShape, ranks: int) -> float:
     """Bytes that a rank sends for attention in one forward and one backward of dense bidirectional attention. A layer under
     checkpointing trades heads a third time: for its recomputation, or for what the backward pass then lacks."""
@@ -123,7 +127,8 @@ def _formula(name: str, shape: TrainShape, ranks: int) -> float:
 
     if name == "data parallel" or ranks == 1:
         return 0.0
-    method = {"UlyssesSPAttentionHF": "ulysses", "ds_cp": "auto"}.get(name, name.rpartition(" ")[2])
+    last = name.rpartition(" ")[2]
+    method = last if last in ("ulysses", "ring", "allgather") else METHODS.get(name, "auto")
     heads = (shape.heads, shape.kv_heads)
     plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
     forward = exchanged_bytes(plan.ring, plan.ulysses, shape.seq_len // ranks, heads, shape.head_dim, 4)
