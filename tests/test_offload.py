@@ -64,3 +64,32 @@ def test_evaluation_needs_no_checkpointing(workers):
 
     for loss in workers(2).run(evaluated):
         oracle.assert_close_loss(loss, truth(LLAMA, BATCH).loss, 1e-6)
+
+
+def test_an_interrupted_forward_leaves_no_hook_behind(workers):
+    """torch runs no hook after KeyboardInterrupt; what is saved after the next forward would go to the host, too."""
+
+    def interrupted():
+        from ds_cp.patches.transformers.memory import offload
+
+        left, to_host = [], offload.to_host
+        offload.to_host = lambda tensor: left.append(1) or to_host(tensor)
+        model = subject.changed_model(LLAMA, RING).train()
+        subject.enable_checkpointing(model, "non-reentrant")
+        inputs = batches.make(BATCH).inputs
+
+        def stop(*_):
+            handle.remove()
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs)
+        loss = model(**inputs).loss
+        before = len(left)
+        x = torch.ones(3, requires_grad=True)
+        (x.exp() * x).sum().backward()
+        loss.backward()
+        return len(left) - before
+
+    assert workers(2).run(interrupted) == [0, 0]

@@ -320,3 +320,16 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
 
     for total in workers(3).run(summed):
         assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-7, dtype=torch.bfloat16))
+
+
+def test_documents_at_once_are_not_mostly_padding():
+    """A layer that runs whole takes them in one call: one long among many short ones would be many times the batch."""
+    from ds_cp.agreement import BatchError
+    from ds_cp.alone import Alone
+    from ds_cp.documents import Documents
+
+    positions = np.concatenate([np.arange(1000), np.zeros(40, dtype=int)])[None]
+    documents = Documents.find(1, 1040, positions=positions)
+    assert len(Alone.of(documents, 1040, "cpu").batches) == 2
+    with pytest.raises(BatchError, match="all 41 documents at once, padded to the longest: 41000 tokens for the 1040"):
+        Alone.of(documents, 1040, "cpu", at_once=True)

@@ -187,7 +187,7 @@ BATCHES = [
     (logits_of_a_shard, "logits.float: in training with labels a rank has the logits of its own tokens only"),
     (logits_of_a_shard_compared, "logits in !=: in training with labels a rank has the logits of its own tokens only"),
     (other_attention, "0 of 2 attention or recurrent layers went through ds_cp"),
-    (layer_that_masks_by_itself, "LlamaAttention got no mask instead of the mask of the shared sequence"),
+    (layer_that_masks_by_itself, "LlamaAttention got nothing instead of the mask of the shared sequence"),
     (passing(block_indices=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes block_indices to its attention"),
     (passing(position_bias=torch.zeros(1)), r"LlamaAttention \(layer 1\) passes position_bias to its attention"),
     (masks_made_by(lambda embeds: NoFunction()), "NoFunction object .* is no plain function"),

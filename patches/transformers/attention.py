@@ -19,6 +19,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.attention.selected import Selected
 from ds_cp.patches.transformers import masks
+from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.models import indexed
 from ds_cp.region import MaskDescriptor
 from ds_cp.running import current, current_head, is_running
@@ -103,7 +104,7 @@ def attention_forward(
     if not isinstance(attention_mask, MaskDescriptor):
         if current() is not None:
             raise BatchError(
-                f"{type(module).__name__} got {_kind(attention_mask)} instead of the mask of the shared sequence: it would "
+                f"{type(module).__name__} got {kind(attention_mask)} instead of the mask of the shared sequence: it would "
                 "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
             )
         return _unshared(
@@ -159,7 +160,3 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-
-
-def _kind(mask: Any) -> str:
-    return "no mask" if mask is None else f"a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}"

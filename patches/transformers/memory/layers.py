@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from ds_cp.agreement import BatchError
 from ds_cp.attention.kept import Kept
 from ds_cp.config import KEY, ConfigError
+from ds_cp.patches.transformers import prefill
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.memory import offload
 from ds_cp.patches.transformers.memory.bound import bind
@@ -30,7 +31,7 @@ from ds_cp.tiled.layer import run_in_tiles
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
 
-CACHES = ("cache", "past_key_values", "layer_past")
+CACHES = (*prefill.CACHES, "layer_past")
 UNKNOWN = (
     f'and "{KEY}.offload_kv" does not know which part of it belongs to which token: each tile would get all of it. Take the '
     "key out for this model."
