@@ -223,12 +223,13 @@ def test_a_long_prompt_fills_the_cache(workers):
     assert all(torch.equal(one, plain[0]) for one in tiled)
 
 
-def under_autocast(extra, checkpointed=False):
-    """bf16 products of fp32 weights; with a checkpoint of the user's own around each layer or without."""
-    model = subject.changed_model(ModelSpec("llama"), config_of("ring", 2) | extra).train()
+def in_bf16(extra, autocast, checkpointed=False):
+    """bf16 products of fp32 weights, or all in bf16; with a checkpoint of the user's own around each layer or without."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = subject.changed_model(ModelSpec("llama"), config_of("ring", 2) | extra, dtype).train()
     for layer in model.model.layers if checkpointed else ():
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(**batches.make(BATCH).inputs).loss
     loss.backward()
     return oracle.gradients_of(model)
@@ -239,12 +240,12 @@ def distance(gradients, want):
     return (sum((a - b).square().sum() for a, b in both) / sum(b.square().sum() for _, b in both)).sqrt()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_autocast_holds_in_the_backward_pass_and_in_a_checkpoint_of_the_users(workers, checkpointed):
+@pytest.mark.parametrize("autocast, checkpointed", [(True, False), (False, True)])
+def test_low_precision_holds_in_the_backward_pass_and_in_a_checkpoint_of_the_users(workers, autocast, checkpointed):
     exact = truth(ModelSpec("llama"), BATCH).gradients
     plain, tiled = (
-        oracle.mean_over_ranks(workers(2).run(under_autocast, *way))
-        for way in (({},), ({"offload_kv": 16}, checkpointed))
+        oracle.mean_over_ranks(workers(2).run(in_bf16, *way))
+        for way in (({}, autocast), ({"offload_kv": 16}, autocast, checkpointed))
     )
     assert distance(tiled, exact) <= 1.1 * distance(plain, exact)
     assert distance(tiled, plain) > 1e-4, "another order of summation, in bf16"
