@@ -17,9 +17,9 @@ from typing import Mapping, Sequence
 
 import numpy as np
 
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout, Run
-from ds_cp.rules import BATCH_START, BATCH_STOP, CAUSAL, K_START, K_STOP, LEFT, Q_START, Q_STOP, RIGHT, Rule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import BATCH_START, BATCH_STOP, CAUSAL, K_START, K_STOP, LEFT, Q_START, Q_STOP, RIGHT, Rule
 
 Tables = Sequence[tuple[np.ndarray, int]]
 """The segments of each rule, int64 [n, 9], and how many layers have it; areas add up over layers and batch rows."""

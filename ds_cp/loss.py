@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_cp.collectives import all_reduce
-from ds_cp.region import Region
+from ds_cp.forward.region import Region
 from ds_cp.tiled.deferred import DeferredLogits
 
 

@@ -13,9 +13,9 @@ from typing import Any, Callable
 
 import torch
 
+from ds_cp.forward.region import Region
+from ds_cp.forward.running import current_head
 from ds_cp.loss import shift_left
-from ds_cp.region import Region
-from ds_cp.running import current_head
 
 IGNORED = -100
 DIFFERENTIABLE = ("log_probs", "entropy")

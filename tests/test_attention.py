@@ -11,10 +11,10 @@ from ds_cp.attention.merge import merge
 from ds_cp.attention.score import Score
 from ds_cp.attention.sums import plan
 from ds_cp.attention.ulysses import HeadSplit, Ulysses
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import schedule
-from ds_cp.rules import CAUSAL, OPEN, Band
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, OPEN, Band
+from ds_cp.mask.schedule import schedule
 from harness.attention import assert_equal, inputs, one_process, positions_of, shared_attention
 
 RULES = {

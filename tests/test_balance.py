@@ -13,10 +13,10 @@ from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import count, find_tiles, needed_rows, schedule
-from ds_cp.rules import CAUSAL, OPEN, Band, Chunks
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, OPEN, Band, Chunks
+from ds_cp.mask.schedule import count, find_tiles, needed_rows, schedule
 from harness import subject
 from harness.batches import BatchSpec
 from harness.batches import make as make_batch
@@ -257,8 +257,8 @@ def test_models_on_packed_batches_equal_one_process(workers, method, size, rows)
 
 def layouts_used(config, specs):
     """The layout of each batch's region, and what the plan says at start."""
+    from ds_cp.forward.region import Region
     from ds_cp.patches.transformers import border
-    from ds_cp.region import Region
 
     model = subject.changed_model(ModelSpec("llama"), config)
     seen, attend = [], Region.attend

@@ -82,7 +82,7 @@ def the_all_to_all_has_the_wrong_adjoint(patch):
 
 
 def a_document_boundary_inside_a_shard_is_missed(patch):
-    from ds_cp import documents
+    from ds_cp.mask import documents
 
     ranges = documents._ranges
 

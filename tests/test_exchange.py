@@ -5,10 +5,10 @@ import torch
 
 from ds_cp.attention import in_process
 from ds_cp.attention.exchange import InTurn, PeerExchange
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import schedule
-from ds_cp.rules import OPEN, Band
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import OPEN, Band
+from ds_cp.mask.schedule import schedule
 
 RANKS = 5
 

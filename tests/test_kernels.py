@@ -20,11 +20,11 @@ from ds_cp.attention.kernels.torch_flash import TorchCudaKernel
 from ds_cp.attention.kernels.windows import ALL, fit, group
 from ds_cp.attention.score import Score
 from ds_cp.config import ConfigError, read
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import OPEN, Tile, find_tiles, schedule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, Band
+from ds_cp.mask.schedule import OPEN, Tile, find_tiles, schedule
 from ds_cp.planner import ModelFacts, resolve
-from ds_cp.rules import CAUSAL, Band
 from harness.flash_stand_in import SIGNATURES, VERSIONS, make_kernel, stand_in
 
 CPU = torch.device("cpu")

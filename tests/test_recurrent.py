@@ -234,7 +234,7 @@ def source(name):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_every_head_is_computed_once_beside_the_groups_that_serve_it(ranks):
-    from ds_cp.channels import Split
+    from ds_cp.recurrent.channels import Split
 
     for heads, groups in [(64, 64), (100, 1), (8, 2), (24, 8), (80, 8), (48, 2), (1, 1), (2, 1), (7, 7), (6, 3)]:
         split = Split.plan(heads, groups, ranks)
@@ -249,8 +249,8 @@ def test_every_head_is_computed_once_beside_the_groups_that_serve_it(ranks):
 
 
 def test_documents_run_alone_whatever_they_are():
-    from ds_cp.alone import Alone
-    from ds_cp.documents import Documents
+    from ds_cp.mask.documents import Documents
+    from ds_cp.recurrent.alone import Alone
 
     generator = np.random.default_rng(0)
     for _ in range(50):
@@ -277,13 +277,13 @@ def the_order_of_tokens_is_not_restored(patch):
 
 
 def a_state_leaks_into_the_next_document(patch):
-    from ds_cp.alone import Alone
+    from ds_cp.recurrent.alone import Alone
 
     patch(Alone, "of", staticmethod(lambda *_: Alone(None)))
 
 
 def a_rank_keeps_the_gradient_of_its_own_tokens(patch):
-    from ds_cp.channels import Trade
+    from ds_cp.recurrent.channels import Trade
 
     to_tokens = Trade.to_tokens
     patch(Trade, "to_tokens", lambda self, x, word: [t * (word == "forward") for t in to_tokens(self, x, word)])
@@ -309,9 +309,9 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
     """1 + 2^-8 + 2^-8: bf16 would round twice and lose both."""
 
     def summed():
-        from ds_cp.channels import Trade
         from ds_cp.layout import Layout
         from ds_cp.mesh import build
+        from ds_cp.recurrent.channels import Trade
 
         mesh = build(ring=3, ulysses=1, timeout=30.0)
         trade = Trade(Layout(6, 3, 1), mesh.cp, (((0, 1),) * 3,), (1,))
@@ -325,8 +325,8 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
 def test_documents_at_once_are_not_mostly_padding():
     """A layer that runs whole takes them in one call: one long among many short ones would be many times the batch."""
     from ds_cp.agreement import BatchError
-    from ds_cp.alone import Alone
-    from ds_cp.documents import Documents
+    from ds_cp.mask.documents import Documents
+    from ds_cp.recurrent.alone import Alone
 
     positions = np.concatenate([np.arange(1000), np.zeros(40, dtype=int)])[None]
     documents = Documents.find(1, 1040, positions=positions)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Both, Chunks, Either
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Both, Chunks, Either
 from harness.painting import repainted
 
 LENGTH = 40

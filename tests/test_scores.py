@@ -13,11 +13,11 @@ from ds_cp.attention.kernels import reference
 from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.score import Dropout, Score, Where
 from ds_cp.attention.terms import Bucketed, Computed, Linear, Whole
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import schedule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band
+from ds_cp.mask.schedule import schedule
 from ds_cp.mesh import Group
-from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band
 from harness.attention import (
     Largest,
     assert_equal,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.agreement import BatchError
-from ds_cp.head_call import LocalLogits
+from ds_cp.forward.head_call import LocalLogits
 from ds_cp.tiled import loss as tiled
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec

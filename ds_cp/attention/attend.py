@@ -19,7 +19,7 @@ from ds_cp.attention.merge import fold_in, merge, sink_gradient
 from ds_cp.attention.score import Score, Where
 from ds_cp.attention.sums import Piece, Sum, plan
 from ds_cp.attention.ulysses import AllHeads, Heads
-from ds_cp.mask import Step, count
+from ds_cp.mask.schedule import Step, count
 
 MakeExchange = Callable[[str], Exchange]
 """Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""

@@ -13,7 +13,7 @@ from typing import Iterator, Protocol, Sequence
 import torch
 
 from ds_cp.layout import Run
-from ds_cp.mask import Step, count
+from ds_cp.mask.schedule import Step, count
 from ds_cp.mesh import Group, Pending
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp.attention.exchange import Pair, as_heads, as_rows, select
 from ds_cp.attention.ulysses import Heads, Tensors
 from ds_cp.layout import Run, slice_runs
-from ds_cp.mask import Step, Tile, count, cut
+from ds_cp.mask.schedule import Step, Tile, count, cut
 from ds_cp.mesh import Group
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ds_cp.attention.score import Where
-
-if TYPE_CHECKING:
-    from ds_cp.region import Region
+from ds_cp.layout import Layout
+from ds_cp.mesh import Mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +26,12 @@ class Selected:
     length: int
 
     @staticmethod
-    def by_this_rank(region: Region, keys: torch.Tensor) -> "Selected":
+    def by_this_rank(mesh: Mesh, layout: Layout, keys: torch.Tensor) -> "Selected":
         """From the chosen keys [B, L, n] of this rank's queries; every rank of the ulysses group must call it."""
-        ulysses, layout = region.mesh.ulysses, region.layout
+        ulysses = mesh.ulysses
         if ulysses.size > 1:  # attention runs on the tokens of the whole ring shard there
             keys = torch.cat([*ulysses.all_gather(keys, "keys that each query chose")], dim=1)
-        runs = layout.ring_runs[region.mesh.ring.rank]
+        runs = layout.ring_runs[mesh.ring.rank]
         positions = torch.cat([torch.arange(*run, device=keys.device) for run in runs])
         row = torch.zeros(layout.padded_len, dtype=torch.int64, device=keys.device)
         row[positions] = torch.arange(len(positions), device=keys.device)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ds_cp.attention.kernels import Kernel, Work, work
-from ds_cp.mask import Step, count
+from ds_cp.mask.schedule import Step, count
 
 
 class Rows(NamedTuple):

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ds_cp import balance
 from ds_cp import config as key
-from ds_cp.documents import Documents
-from ds_cp.mask import count, schedule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL
+from ds_cp.mask.schedule import count, schedule
 from ds_cp.planner import ModelFacts, Plan, exchanged_bytes, resolve
-from ds_cp.rules import CAUSAL
 
 
 def plan(

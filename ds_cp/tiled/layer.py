@@ -61,7 +61,7 @@ class Span:
         score: Score,
         positions: Callable[[int], torch.Tensor],
     ) -> torch.Tensor:
-        """What :meth:`ds_cp.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
+        """What :meth:`ds_cp.forward.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
         if self.held is None:
             raise _AttentionReached(key, value, hold)
         if self.nothing:

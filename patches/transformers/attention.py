@@ -18,11 +18,11 @@ from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.attention.selected import Selected
+from ds_cp.forward.region import MaskDescriptor
+from ds_cp.forward.running import current, current_head, is_running
 from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.models import indexed
-from ds_cp.region import MaskDescriptor
-from ds_cp.running import current, current_head, is_running
 
 NAME = "ds_cp"
 
@@ -124,7 +124,7 @@ def attention_forward(
         )
     region = attention_mask.region
     if indices is not None:
-        terms = (*terms, Selected.by_this_rank(region, indices))
+        terms = (*terms, Selected.by_this_rank(region.mesh, region.layout, indices))
     layer = region.attended.setdefault(id(module), len(region.attended))
     score = Score(
         query.size(-1) ** -0.5 if scaling is None else scaling,

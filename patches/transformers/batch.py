@@ -8,8 +8,8 @@ from typing import Any, Mapping
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.documents import Documents
-from ds_cp.head_call import HeadCall
+from ds_cp.forward.head_call import HeadCall
+from ds_cp.mask.documents import Documents
 from ds_cp.patches.transformers import masks
 
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

@@ -7,10 +7,10 @@ from typing import Any, Mapping
 import torch
 
 from ds_cp.agreement import BatchError
+from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS
-from ds_cp.region import MaskDescriptor, Region
 
 WHOLE = (*ENCODER, "cross_attention_states")
 """Tensors of a second sequence; its length may be that of the first by chance."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.head_call import HeadCall, LocalLogits
+from ds_cp.forward.head_call import HeadCall, LocalLogits
+from ds_cp.forward.running import pop_head, push_head
 from ds_cp.patches import trl
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.losses import causal_lm, smoothing
-from ds_cp.running import pop_head, push_head
 from ds_cp.tiled.deferred import DeferredLogits
 
 LOGITS_LIMIT = 16 << 30

@@ -18,8 +18,8 @@ from transformers import masking_utils
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Term
 from ds_cp.attention.terms import Computed, Whole
-from ds_cp.region import MaskDescriptor, Region
-from ds_cp.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
+from ds_cp.forward.region import MaskDescriptor, Region
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
 
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
     "causal_mask_function": lambda held, region: CAUSAL,

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from ds_cp import balance
 from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
-from ds_cp.head_call import HeadCall
+from ds_cp.forward.head_call import HeadCall
+from ds_cp.forward.region import Region
+from ds_cp.forward.running import current, current_head, enter, leave
+from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import bounds, cut, masks, prefill, support
 from ds_cp.planner import Plan
-from ds_cp.region import Region
-from ds_cp.rules import Rule
-from ds_cp.running import current, current_head, enter, leave
 
 
 @dataclass(eq=False)

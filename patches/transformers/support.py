@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
-from ds_cp.head_call import HeadCall
+from ds_cp.forward.head_call import HeadCall
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 from ds_cp.patches.transformers import neftune, verified
 from ds_cp.patches.transformers.models import families, layers, rope
 from ds_cp.planner import ModelFacts
-from ds_cp.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
 
 TABLE = Path(__file__).with_name("verified.csv")
 

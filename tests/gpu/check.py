@@ -31,10 +31,10 @@ from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels import available
 from ds_cp.attention.merge import merge
 from ds_cp.attention.score import Score
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import Tile, schedule
-from ds_cp.rules import CAUSAL, OPEN, Band, Rule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, OPEN, Band, Rule
+from ds_cp.mask.schedule import Tile, schedule
 
 NAMES = ("torch", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 RULES = {"causal": CAUSAL, "full": Band(OPEN, OPEN), "window": Band(99, 0), "two-sided": Band(60, 30)}

@@ -38,10 +38,10 @@ from ds_cp.attention.exchange import Pair, as_heads, as_rows
 from ds_cp.attention.kernels import available
 from ds_cp.attention.merge import fused, in_passes
 from ds_cp.attention.score import Score
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import Step, count, schedule
-from ds_cp.rules import CAUSAL
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL
+from ds_cp.mask.schedule import Step, count, schedule
 
 
 class Sizes(NamedTuple):

@@ -9,8 +9,8 @@ from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
 from ds_cp.attention.score import Score
-from ds_cp.documents import Documents
-from ds_cp.mask import schedule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.schedule import schedule
 from ds_cp.mesh import Group
 
 

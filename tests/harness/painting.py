@@ -3,8 +3,8 @@
 import numpy as np
 
 from ds_cp.layout import Layout
-from ds_cp.mask import lower, schedule
-from ds_cp.rules import OPEN
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.schedule import lower, schedule
 
 
 def repainted(segments, layout: Layout, batch: int, lowered: bool) -> np.ndarray:

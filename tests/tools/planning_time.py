@@ -5,9 +5,9 @@ import time
 import numpy as np
 
 from ds_cp import balance
-from ds_cp.documents import Documents
-from ds_cp.mask import schedule
-from ds_cp.rules import CAUSAL
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL
+from ds_cp.mask.schedule import schedule
 
 RING = 8
 

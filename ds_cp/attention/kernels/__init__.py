@@ -10,7 +10,7 @@ import torch
 
 from ds_cp.attention.kernels.windows import Launch
 from ds_cp.attention.score import Score
-from ds_cp.mask import Step, Tile
+from ds_cp.mask.schedule import Step, Tile
 
 Work = Tile | Launch
 """What one call of a kernel computes."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ds_cp.attention.kernels.windows import Launch, fit, group
 from ds_cp.attention.score import Score
-from ds_cp.mask import Tile
+from ds_cp.mask.schedule import Tile
 
 
 class FlashKernel:

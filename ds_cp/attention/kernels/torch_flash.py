@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ds_cp.attention.kernels.flash import FlashKernel
 from ds_cp.attention.kernels.windows import ALL, Launch
 from ds_cp.attention.score import Score
-from ds_cp.mask import OPEN, Tile, lower
+from ds_cp.mask.schedule import OPEN, Tile, lower
 
 aten = torch.ops.aten
 

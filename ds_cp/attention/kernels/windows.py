@@ -13,7 +13,7 @@ from typing import Iterator, Sequence
 
 import torch
 
-from ds_cp.mask import OPEN, Tile
+from ds_cp.mask.schedule import OPEN, Tile
 
 ALL = -1
 """An edge of a window that excludes nothing."""

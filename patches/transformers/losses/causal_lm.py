@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ds_cp.forward.running import current_head
 from ds_cp.loss import causal_lm_loss, shift_left
 from ds_cp.patches import liger, trl
-from ds_cp.running import current_head
 
 
 def attach(head: torch.nn.Module) -> Callable[[], None]:

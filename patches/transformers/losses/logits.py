@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ds_cp.running import current_head
+from ds_cp.forward.running import current_head
 from ds_cp.tiled.deferred import DeferredLogits
 
 

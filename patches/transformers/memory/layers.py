@@ -19,13 +19,13 @@ from transformers.utils.output_capturing import _active_collector
 from ds_cp.agreement import BatchError
 from ds_cp.attention.kept import Kept
 from ds_cp.config import KEY, ConfigError
+from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers import prefill
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.memory import offload
 from ds_cp.patches.transformers.memory.bound import bind
 from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
-from ds_cp.region import MaskDescriptor
 from ds_cp.tiled.layer import run_in_tiles
 
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}

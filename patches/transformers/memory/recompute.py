@@ -17,9 +17,9 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.kept import Kept
+from ds_cp.forward.region import Region
+from ds_cp.forward.running import again, current
 from ds_cp.patches.transformers.memory import offload
-from ds_cp.region import Region
-from ds_cp.running import again, current
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 

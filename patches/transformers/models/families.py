@@ -15,10 +15,10 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
+from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.masks import CrossMask
 from ds_cp.patches.transformers.models import indexed, plain, positions, xlm
-from ds_cp.region import MaskDescriptor
 
 
 def bloom(original: Callable, self: Any, hidden_states, residual, alibi, attention_mask, **kwargs):

@@ -13,9 +13,9 @@ import torch
 
 from ds_cp.agreement import BatchError
 from ds_cp.attention.selected import hidden_but
-from ds_cp.region import MaskDescriptor, Region
-from ds_cp.rules import CAUSAL
-from ds_cp.running import current
+from ds_cp.forward.region import MaskDescriptor, Region
+from ds_cp.forward.running import current
+from ds_cp.mask.rules import CAUSAL
 
 CHUNK_BYTES = 256 << 20
 """Scores that one piece of queries may take: heads x queries x S in fp32."""

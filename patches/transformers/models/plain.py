@@ -13,10 +13,10 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.agreement import BatchError
+from ds_cp.forward.region import MaskDescriptor
+from ds_cp.forward.running import current
+from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.region import MaskDescriptor
-from ds_cp.rules import CAUSAL, OPEN, Band
-from ds_cp.running import current
 
 
 def projected(original: Callable, self: Any, hidden_states, *args, **kwargs):

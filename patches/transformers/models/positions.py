@@ -14,9 +14,9 @@ from typing import Any, Callable, Mapping
 
 import torch
 
+from ds_cp.forward.region import Region
+from ds_cp.forward.running import current
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.region import Region
-from ds_cp.running import current
 
 EMBEDDING = re.compile("Position(al)?Embedding")
 BY_PADDING = "create_position_ids_from_input_ids"

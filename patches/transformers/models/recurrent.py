@@ -2,7 +2,7 @@
 
 What mixes tokens in these layers is a function that the modeling file looks up by name (or a package's kernel that stands
 there), or one part of the layer. Heads and channels do not mix in it, so each rank runs it on the whole sequence of its
-share of them (:mod:`ds_cp.channels`). Layers that have no such seam run whole on every rank, on all tokens.
+share of them (:mod:`ds_cp.recurrent.channels`). Layers that have no such seam run whole on every rank, on all tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.channels import mix
+from ds_cp.forward.region import MaskDescriptor, Region
+from ds_cp.forward.running import current
 from ds_cp.patches.transformers.batch import FLASH_FACTS
 from ds_cp.patches.transformers.models.code import names_in
-from ds_cp.region import MaskDescriptor, Region
-from ds_cp.running import current
 
 FUNCTIONS: dict[str, tuple[dict[str, str], str]] = {
     "causal_conv1d_fn": ({"hidden_states": "bhl", "weight": "hw", "bias": "h"}, "bhl"),
@@ -43,7 +42,7 @@ FUNCTIONS: dict[str, tuple[dict[str, str], str]] = {
     "rwkv_linear_attention": ({"time_decay": "h", "time_first": "h", "key": "blh", "value": "blh"}, "blh"),
 }  # fmt: skip
 """Functions of modeling files, by name: the dims of their first arguments, in order, and of their result, as
-:func:`ds_cp.channels.mix` reads them."""
+:func:`ds_cp.recurrent.channels.mix` reads them."""
 
 FUSED = frozenset({"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"})
 """Functions that are kernels of a whole layer; where they answer None the layer takes the functions above."""
@@ -174,7 +173,7 @@ def _region_of(layer: torch.nn.Module) -> Region | None:
 
 def _function(name: str, original: Callable) -> Callable:
     """A function of a modeling file, that shares its sequence inside a region."""
-    layouts, out_layout = FUNCTIONS[name]
+    dims, out_dims = FUNCTIONS[name]
 
     @torch.compiler.disable
     @functools.wraps(original)
@@ -182,7 +181,7 @@ def _function(name: str, original: Callable) -> Callable:
         region = current()
         if region is None:
             return original(*args, **kwargs)
-        return _mixed(region, original, layouts, out_layout, args, kwargs)
+        return _mixed(region, original, dims, out_dims, args, kwargs)
 
     return shared
 
@@ -206,9 +205,9 @@ def _part(owner: str, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mixed(
-    region: Region, original: Callable, layouts: Mapping[str, str], out_layout: str, args: tuple, kwargs: dict
+    region: Region, original: Callable, dims: Mapping[str, str], out_dims: str, args: tuple, kwargs: dict
 ) -> Any:
-    names, rest = [*layouts], []
+    names, rest = [*dims], []
 
     def run(**given: Any) -> torch.Tensor:
         out = original(*(given.pop(name) for name in names[: len(args)]), *args[len(names) :], **given)
@@ -218,5 +217,5 @@ def _mixed(
 
     run.__name__ = getattr(original, "__name__", type(original).__name__)
     given = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in FACTS}
-    out = mix(region, run, given, layouts, out_layout)
+    out = region.mix(run, given, dims, out_dims)
     return (out, *(None for _ in rest)) if rest else out  # states of a part of the heads are of no use to anyone

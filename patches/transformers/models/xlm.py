@@ -7,11 +7,11 @@ from typing import Any, Callable
 
 import torch
 
+from ds_cp.forward.running import current
+from ds_cp.mask.rules import CAUSAL, EVERYTHING
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.models.plain import of_running
-from ds_cp.rules import CAUSAL, EVERYTHING
-from ds_cp.running import current
 
 
 def attend(original: Callable, self: Any, input, mask, kv=None, cache=None, output_attentions=False, **kwargs):

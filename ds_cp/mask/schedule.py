@@ -1,6 +1,6 @@
 """From segments to the two tables of a batch: rows and tiles.
 
-All of it is integer ranges. A *segment* (:mod:`ds_cp.rules`) says, in global positions, which keys a range of queries
+All of it is integer ranges. A *segment* (:mod:`ds_cp.mask.rules`) says, in global positions, which keys a range of queries
 sees; a *tile* is the part of a segment in which one rank's queries meet another rank's keys, in local indices. ``rows``
 are the keys of a tile's owner that its queries need. Every mask, layout and method is data in these tables; no tensor
 of S x S exists.
@@ -14,7 +14,7 @@ from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 import numpy as np
 
 from ds_cp.layout import Layout, Run
-from ds_cp.rules import BATCH_START, BATCH_STOP, K_START, K_STOP, LEFT, OPEN, Q_START, Q_STOP, RIGHT
+from ds_cp.mask.rules import BATCH_START, BATCH_STOP, K_START, K_STOP, LEFT, OPEN, Q_START, Q_STOP, RIGHT
 
 
 class Tile(NamedTuple):

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import count, schedule
-from ds_cp.rules import CAUSAL, OPEN, Band, Rule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL, OPEN, Band, Rule
+from ds_cp.mask.schedule import count, schedule
 from harness.painting import repainted
 
 rules = st.builds(Band, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0, 3, OPEN]))

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Iterator
 
-from ds_cp.head_call import HeadCall
-from ds_cp.region import Region
+from ds_cp.forward.head_call import HeadCall
+from ds_cp.forward.region import Region
 from ds_cp.rng import ForkedRng
 
 

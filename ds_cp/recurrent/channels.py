@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ds_cp.agreement import BatchError
 from ds_cp.layout import Layout
 from ds_cp.mesh import Group
-from ds_cp.region import Region
+from ds_cp.recurrent.alone import Alone
 
 Range = tuple[int, int]
 Tensors = Sequence[torch.Tensor]
@@ -163,64 +163,64 @@ class _ToTokens(torch.autograd.Function):
 
 
 def mix(
-    region: Region,
     function: Callable[..., torch.Tensor],
     given: Mapping[str, Any],
-    layouts: Mapping[str, str],
-    out_layout: str,
+    dims: Mapping[str, str],
+    out_dims: str,
+    layout: Layout,
+    group: Group,
+    alone: Alone,
 ) -> torch.Tensor:
     """Run a function that mixes tokens inside of heads on the whole sequence, each document by itself.
 
     Args:
-        region: of the running forward.
         function: takes ``given`` by name; looks back only.
         given: its arguments, with tensors of this rank's tokens.
-        layouts: by argument, the dims of a tensor, a letter each: b batch, l tokens, h heads, g groups of heads; anything
+        dims: by argument, the dims of a tensor, a letter each: b batch, l tokens, h heads, g groups of heads; anything
             else goes along. Without l it is a weight; with l but neither h nor g, all heads share it.
-        out_layout: of what comes back.
+        out_dims: of what comes back.
+        layout, group: how, and with whom, the sequence is shared.
+        alone: how each document runs by itself.
 
     Returns:
         As the function, for this rank's tokens.
 
     Raises:
-        BatchError: a tensor that is not in ``layouts``.
+        BatchError: a tensor that is not in ``dims``.
     """
-    present = {name: layout for name, layout in layouts.items() if isinstance(given.get(name), torch.Tensor)}
+    present = {name: letters for name, letters in dims.items() if isinstance(given.get(name), torch.Tensor)}
     strange = [name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in present]
     if strange:
         raise BatchError(
             f"{function.__name__} gets {', '.join(strange)}, of which ds_cp does not know what belongs to which token: each rank "
             "would start from it at its own shard. Leave it out."
         )
+    per_token = {name: letters for name, letters in present.items() if "l" in letters}
+    weights = {name: letters for name, letters in present.items() if "l" not in letters}
+
     heads, groups = (_size(given, present, letter) for letter in "hg")
-    group = region.mesh.cp
-    shared = any("l" in layout and not {"h", "g"} & {*layout} for layout in present.values())
-    split = Split.plan(heads, groups or (1 if shared else heads), group.size)
-    names = [name for name, layout in present.items() if "l" in layout]
-    tensors = [_canonical(given[name], present[name]) for name in names]
+    shared_by_all = any(not {"h", "g"} & {*letters} for letters in per_token.values())
+    split = Split.plan(heads, groups or (1 if shared_by_all else heads), group.size)
+    mine = split.heads[group.rank]
+
+    tensors = [_canonical(given[name], letters) for name, letters in per_token.items()]
+    by_head = ["h" in letters for letters in per_token.values()]
     if split.repeat > 1:
-        tensors = [
-            x if "h" in present[name] else x.repeat_interleave(split.repeat, 2) for x, name in zip(tensors, names)
-        ]
-    ranges = tuple(split.heads if "h" in present[name] else split.groups for name in names)
-    trade = Trade(region.layout, group, ranges, tuple(x.size(2) for x in tensors))
-    whole = _ToHeads.apply(trade, *tensors)
+        tensors = [x if h else x.repeat_interleave(split.repeat, 2) for x, h in zip(tensors, by_head)]
+    ranges = tuple(split.heads if h else split.groups for h in by_head)
+    whole = _ToHeads.apply(Trade(layout, group, ranges, tuple(x.size(2) for x in tensors)), *tensors)
 
     def run(heads: Range, parts: Tensors) -> torch.Tensor:
         """The function on [n, m, some heads, d] each."""
-        weights = {name: _of_heads(given[name], present[name], heads) for name in present if name not in names}
-        native = {name: _native(x, present[name]).contiguous() for name, x in zip(names, parts)}
-        return _canonical(function(**{**given, **weights, **native}), out_layout)
+        of_heads = {name: _of_heads(given[name], letters, heads) for name, letters in weights.items()}
+        native = {name: _native(x, letters).contiguous() for (name, letters), x in zip(per_token.items(), parts)}
+        return _canonical(function(**{**given, **of_heads, **native}), out_dims)
 
-    mine = split.heads[group.rank]
     if mine[0] < mine[1]:
-        (out,) = region.alone.run(lambda *parts: [run(mine, parts)], *whole)
+        (out,) = alone.run(lambda *parts: [run(mine, parts)], *whole)
     else:
-        out = _no_heads(
-            run, whole, [_of_heads(given[name], present[name], mine) for name in present if name not in names]
-        )
-    out = _ToTokens.apply(Trade(region.layout, group, (split.heads,), (heads,)), out)
-    return _native(out, out_layout)
+        out = _no_heads(run, whole, [_of_heads(given[name], letters, mine) for name, letters in weights.items()])
+    return _native(_ToTokens.apply(Trade(layout, group, (split.heads,), (heads,)), out), out_dims)
 
 
 def _no_heads(run: Callable, whole: Tensors, weights: Tensors) -> torch.Tensor:
@@ -232,27 +232,27 @@ def _no_heads(run: Callable, whole: Tensors, weights: Tensors) -> torch.Tensor:
     return nothing.to(like.dtype) + like.new_zeros((*whole[0].shape[:2], 0, like.size(-1)))
 
 
-def _of_heads(weight: torch.Tensor, layout: str, heads: Range) -> torch.Tensor:
-    return weight.narrow(layout.index("h"), heads[0], heads[1] - heads[0])
+def _of_heads(weight: torch.Tensor, dims: str, heads: Range) -> torch.Tensor:
+    return weight.narrow(dims.index("h"), heads[0], heads[1] - heads[0])
 
 
-def _size(given: Mapping[str, Any], layouts: Mapping[str, str], letter: str) -> int | None:
-    return next((given[name].size(at) for name, layout in layouts.items() if (at := layout.find(letter)) >= 0), None)
+def _size(given: Mapping[str, Any], dims: Mapping[str, str], letter: str) -> int | None:
+    return next((given[name].size(at) for name, letters in dims.items() if (at := letters.find(letter)) >= 0), None)
 
 
-def _canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
+def _canonical(x: torch.Tensor, dims: str) -> torch.Tensor:
     """To [B, L, heads, d]."""
-    order = [layout.index("b"), layout.index("l")]
-    order += [at for at, letter in enumerate(layout) if letter in "hg"]
+    order = [dims.index("b"), dims.index("l")]
+    order += [at for at, letter in enumerate(dims) if letter in "hg"]
     x = x.permute(*order, *(at for at in range(x.dim()) if at not in order))
     x = x if len(order) == 3 else x.unsqueeze(2)
     return x if x.dim() == 4 else x.unsqueeze(-1)
 
 
-def _native(x: torch.Tensor, layout: str) -> torch.Tensor:
+def _native(x: torch.Tensor, dims: str) -> torch.Tensor:
     """Back from [B, L, heads, d]."""
-    x = x if {"h", "g"} & {*layout} else x.squeeze(2)
-    x = x if len([letter for letter in layout if letter not in "blhg"]) else x.squeeze(-1)
-    letters = ["b", "l", *(letter for letter in layout if letter in "hg")]
-    letters += [letter for letter in layout if letter not in letters]
-    return x.permute([letters.index(letter) for letter in layout])
+    x = x if {"h", "g"} & {*dims} else x.squeeze(2)
+    x = x if len([letter for letter in dims if letter not in "blhg"]) else x.squeeze(-1)
+    letters = ["b", "l", *(letter for letter in dims if letter in "hg")]
+    letters += [letter for letter in dims if letter not in letters]
+    return x.permute([letters.index(letter) for letter in dims])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.documents import Documents
+from ds_cp.mask.documents import Documents
 
 MOST_PADDING = 16
 """Times the tokens of a batch, beyond which documents that must run at once are refused."""

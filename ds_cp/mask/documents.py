@@ -7,7 +7,7 @@ from typing import Callable
 
 import numpy as np
 
-from ds_cp.rules import OPEN, Rule
+from ds_cp.mask.rules import OPEN, Rule
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Documents:
         return Documents(tuple(rows))
 
     def segments(self, rule: Rule) -> np.ndarray:
-        """The segments of a rule, int64 [n, 9] (see :mod:`ds_cp.rules`), equal neighbouring batch rows taken together."""
+        """The segments of a rule, int64 [n, 9] (see :mod:`ds_cp.mask.rules`), equal neighbouring batch rows taken together."""
         out, b = [], 0
         while b < len(self.ranges):
             stop = b + 1

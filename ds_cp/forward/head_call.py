@@ -11,7 +11,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.tiled.deferred import DeferredLogits
 
 if TYPE_CHECKING:
-    from ds_cp.region import Region
+    from ds_cp.forward.region import Region
 
 
 @dataclass(eq=False)

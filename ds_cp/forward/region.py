@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Callable
+from typing import Any, Callable, Mapping
 
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_cp.agreement import BatchError
-from ds_cp.alone import Alone
 from ds_cp.attention import kept, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange, select
@@ -26,12 +25,14 @@ from ds_cp.attention.offloaded import Held
 from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
 from ds_cp.collectives import gather_sequence
-from ds_cp.documents import Documents
 from ds_cp.layout import Layout
-from ds_cp.mask import Step, schedule
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import Rule
+from ds_cp.mask.schedule import Step, schedule
 from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
-from ds_cp.rules import Rule
+from ds_cp.recurrent import channels
+from ds_cp.recurrent.alone import Alone
 from ds_cp.tiled import layer as tiled_layer
 
 
@@ -146,6 +147,12 @@ class Region:
         make_exchange = partial(self._exchange, steps)
         locate = partial(self._locate, device=query.device)
         return attend(query, key, value, make_exchange, kernel, score, locate, heads, kept.current())
+
+    def mix(
+        self, function: Callable[..., torch.Tensor], given: Mapping[str, Any], dims: Mapping[str, str], out_dims: str
+    ) -> torch.Tensor:
+        """A function that mixes tokens inside of heads or channels, over the whole sequence: :func:`~ds_cp.recurrent.channels.mix`."""
+        return channels.mix(function, given, dims, out_dims, self.layout, self.mesh.cp, self.alone)
 
     def _locate(self, step: Step, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the ring shard's queries and of the rows that arrive in a step."""

@@ -1,0 +1,1 @@
+"""Layers that mix tokens without attention: recurrences and short convolutions."""
