@@ -296,6 +296,6 @@ RULES_OF_CONFIGS = [
 
 @pytest.mark.parametrize("keys, rules", RULES_OF_CONFIGS, ids=[str(keys) for keys, _ in RULES_OF_CONFIGS])
 def test_the_areas_that_are_balanced_are_those_of_the_models_layers(keys, rules):
-    from ds_cp.patches.transformers import support
+    from ds_cp.patches.transformers import anatomy
 
-    assert support.layer_rules(SimpleNamespace(num_hidden_layers=2, **keys)) == rules
+    assert anatomy.layer_rules(SimpleNamespace(num_hidden_layers=2, **keys)) == rules

@@ -19,7 +19,7 @@ from ds_cp import patches, planner
 from ds_cp.agreement import agree_on_plan
 from ds_cp.mesh import Mesh
 from ds_cp.patches import liger, trl
-from ds_cp.patches.transformers import attention, heads, stacks, support
+from ds_cp.patches.transformers import anatomy, attention, heads, stacks, support
 from ds_cp.patches.transformers.losses import causal_lm, logits
 from ds_cp.patches.transformers.memory import layers, mlp, offload, recompute
 from ds_cp.patches.transformers.models import families, recurrent, rope
@@ -62,9 +62,9 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
         ConfigError: the model cannot be shared exactly, or is attached with another key, or ranks disagree on the plan.
         GroupError: a rank does not attach the model.
     """
-    head = support.find_model(model)
+    head = anatomy.find_model(model)
     support.refuse_adapters(model)
-    decoder = support.find_decoder(head)
+    decoder = anatomy.find_decoder(head)
     config = head.config.get_text_config(decoder=True)
     device = get_accelerator().device_name()
     facts = support.examine(head, decoder, asked.unverified)

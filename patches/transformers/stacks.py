@@ -20,8 +20,8 @@ from ds_cp.forward.region import Region
 from ds_cp.forward.running import current, current_head, enter, leave
 from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
+from ds_cp.patches.transformers import anatomy, bounds, cut, masks, prefill, support
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers import bounds, cut, masks, prefill, support
 from ds_cp.planner import Plan
 
 
@@ -51,12 +51,12 @@ class Stack:
 
 def of(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     """The stacks of a model by the module that runs them, in the order in which they run."""
-    *encoders, decoder = support.find_stacks(head)
+    *encoders, decoder = anatomy.find_stacks(head)
     stacks = {}
     for module in (*encoders, decoder):
-        config, is_decoder = support.stack_config(head, module), module is decoder
-        layers = support.mixers(module, config, is_decoder)
-        rules, tables = support.layer_rules(config, is_decoder), bounds.position_tables(module)
+        config, is_decoder = anatomy.stack_config(head, module), module is decoder
+        layers = anatomy.mixers(module, config, is_decoder)
+        rules, tables = anatomy.layer_rules(config, is_decoder), bounds.position_tables(module)
         stacks[module] = Stack(layers, rules, feeds_head=is_decoder, tables=tables)
     return stacks
 

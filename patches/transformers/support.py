@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import inspect
-import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
@@ -15,8 +13,7 @@ from transformers import PreTrainedModel
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
 from ds_cp.forward.head_call import HeadCall
-from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
-from ds_cp.patches.transformers import neftune, verified
+from ds_cp.patches.transformers import anatomy, neftune, verified
 from ds_cp.patches.transformers.models import families, layers, rope
 from ds_cp.planner import ModelFacts
 
@@ -42,71 +39,13 @@ SPARSE_KEYS = ("index_topk", "index_topk_blocks")
 """How configs spell the number of keys, or blocks of keys, that an indexer chooses per query."""
 
 
-def find_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers such as PEFT's: the first, with a warning, where there are several.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if found:
-        _warn_of_others(model, found)
-        return found[0]
-    raise ConfigError(
-        f'"{KEY}" shares the sequences of transformers models, but {type(model).__name__} holds none: its attention would '
-        "see its own shard only. Take the key out, or wrap a PreTrainedModel. Nothing was started."
-    )
-
-
-def _warn_of_others(model: torch.nn.Module, found: list[PreTrainedModel]) -> None:
-    first, seen, apart = found[0], {*found[0].modules()}, []
-    for other in found[1:]:
-        inside = {*other.modules()}
-        if other not in seen and first not in inside:
-            apart.append(type(other).__name__)
-        seen |= inside
-    if apart:
-        warnings.warn(
-            f"{type(model).__name__} holds several models; only the first, {type(first).__name__}, shares its sequences. "
-            f"{layers.listed(apart)} runs on whole rows on every rank: exactly, but in all their memory. Let your wrapper "
-            "hold the model that trains on long rows first, or attach the other by itself with ds_cp.context_parallel.",
-            stacklevel=4,
-        )
-
-
-def find_decoder(head: PreTrainedModel) -> PreTrainedModel:
-    """The text decoder of a model; the model itself when it has no head."""
-    decoder = head.get_decoder()
-    if decoder is not head and isinstance(decoder, PreTrainedModel):
-        return decoder
-    # get_decoder() also answers "itself" where the prefix of a head class names no attribute (llama4), or with whatever
-    # is called "decoder" (the linear head of modernbert-decoder)
-    return next((child for child in head.children() if isinstance(child, PreTrainedModel)), head)
-
-
-def find_stacks(head: PreTrainedModel) -> list[PreTrainedModel]:
-    """The modules whose layers share a sequence, in the order in which they run: the decoder is the last."""
-    decoder = find_decoder(head)
-    encoder = head.get_encoder() if getattr(head.config, "is_encoder_decoder", False) else head
-    if encoder is head:
-        return [decoder]
-    return [encoder] if encoder in {*decoder.modules()} else [encoder, decoder]  # a head on the encoder alone
-
-
-def stack_config(head: PreTrainedModel, stack: torch.nn.Module) -> Any:
-    """The config of a stack's layers."""
-    if getattr(head.config, "is_encoder_decoder", False):
-        return getattr(stack, "config", head.config)  # fsmt's stacks are plain modules
-    return head.config.get_text_config(decoder=True)
-
-
 def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -> ModelFacts:
     """The facts that the planner needs, after every check that needs no batch.
 
     Raises:
         ConfigError: the model, a layer kind or a setting would train wrong; names it and says why.
     """
-    stacks = [(stack, stack_config(model, stack)) for stack in find_stacks(model)]
+    stacks = [(stack, anatomy.stack_config(model, stack)) for stack in anatomy.find_stacks(model)]
     problems = [*dict.fromkeys(problem for stack, config in stacks for problem in _problems(model, stack, config))]
     types = dict.fromkeys([*(config.model_type for _, config in stacks), model.config.model_type])
     for unknown in () if unverified == "allow" else [name for name in types if name not in VERIFIED]:
@@ -119,10 +58,7 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
         name = type(model).__name__
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{name} cannot be shared exactly:\n{listed}\nNothing was started.")
-    configs = [layer for _, config in stacks for layer in _layer_configs(config)]
-    heads = dict.fromkeys(pair for config in configs for pair in _heads(config))
-    dims = {dim for config in configs for dim in head_dims(config)}
-    return ModelFacts(type(model).__name__, tuple(heads), tuple(sorted(dims)))
+    return anatomy.facts(model, [config for _, config in stacks])
 
 
 def refuse_call(decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCall) -> None:
@@ -155,61 +91,6 @@ def _found(model_type: str) -> str:
         "refused": f"it was refused ({detail})",
         "not built": "it was not compared",
     }.get(verdict, "it was not compared")
-
-
-def _layer_configs(config: Any) -> list[Any]:
-    """A config per layer where layers differ (gemma4), else the one."""
-    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
-
-
-def _heads(config: Any) -> list[tuple[int, int]]:
-    """Query and key/value heads as they reach the attention: falcon repeats its own, but for multi-query."""
-    sides = [getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")]
-    if any(sides):
-        return [(heads, heads) for heads in sides if heads]
-    query_heads = getattr(config, "num_attention_heads", None)
-    if not query_heads:
-        return []
-    if config.model_type == "falcon":
-        return [(query_heads, 1 if config.multi_query and not config.new_decoder_architecture else query_heads)]
-    return [(query_heads, getattr(config, "num_key_value_heads", None) or query_heads)]
-
-
-def head_dims(config: Any) -> tuple[int, ...]:
-    """The head dims that a layer's config names, or the one that follows from its width; the kernel depends on them."""
-    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-    found = {dim for name in names if isinstance(dim := getattr(config, name, None), int)}
-    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    return tuple(sorted(found)) or ((width // heads,) if width and heads else ())
-
-
-def attention_layers(config: Any, decoder: bool = True) -> int:
-    """How many self attention calls a forward of a stack makes; configs of two stacks count each under its own name."""
-    if groups := getattr(config, "num_hidden_groups", None):  # albert's layers share weights, so they are fewer modules
-        return min(config.num_hidden_layers, groups) * config.inner_group_num
-    if stack := getattr(config, "num_layers_per_stack", None):  # hrm_text runs its two stacks in cycles
-        return 2 * stack
-    layers = getattr(config, "decoder_layers" if decoder else "encoder_layers", None) or config.num_hidden_layers
-    return layers - len(getattr(config, "cross_attention_layers", None) or ())  # mllama's, which only images use
-
-
-def mixers(stack: torch.nn.Module, config: Any, decoder: bool = True) -> int:
-    """How many calls of a forward mix tokens: all of them must come through ds_cp."""
-    return layers.mixers(stack) if layers.recurrent(stack) else attention_layers(config, decoder)
-
-
-def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:
-    """How many layers have which rule, as far as a config tells: an estimate for balance, which exactness ignores."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    whole = CAUSAL if decoder and getattr(config, "is_causal", True) else EVERYTHING
-    rules = {"full_attention": whole}
-    if window:
-        rules["sliding_attention"] = whole & Band(window - 1, window - 1)
-    if chunk:
-        rules["chunked_attention"] = whole & Chunks(chunk)
-    usual = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [usual] * attention_layers(config, decoder)
-    return Counter(rules.get(kind, whole) for kind in kinds)
 
 
 CACHED_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE")
@@ -254,7 +135,11 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"attention is computed outside of transformers' attention interface in {layers.listed(alone)}: each rank would "
             "attend to its own shard only."
         )
-    if not recurrent and not alone and not (layers.attends(decoder) and any(map(_heads, _layer_configs(config)))):
+    if (
+        not recurrent
+        and not alone
+        and not (layers.attends(decoder) and any(map(anatomy.heads, anatomy.layer_configs(config))))
+    ):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):
         yield (
