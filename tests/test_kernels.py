@@ -326,7 +326,7 @@ CHOICES = [
     ((10, 0), ("flash_attention_2", "flash_attention_3"), "cuda", "flash_attention_2", "best installed"),
     ((9, 0), ("flash_attention_4",), "cuda", "torch", "no usable package"),
     ((9, 0), (), "cuda", "torch", "that torch ships"),
-    ((7, 5), ALL_THREE, "cuda", "torch", "that torch ships"),
+    ((7, 5), ALL_THREE, "cuda", "torch", "no FlashAttention runs on compute capability 7.5"),
 ]
 
 
@@ -381,6 +381,14 @@ def test_an_installed_package_of_an_unknown_version_is_refused_by_name(machine):
         ConfigError, match="cannot be used: f of the installed package lacks q.*Install another version"
     ):
         chosen("flash_attention_3")
+
+
+@pytest.mark.parametrize("card, takes", [((8, 0), True), ((7, 5), False), (None, False)])
+def test_torchs_kernel_leaves_old_cards_to_the_formulas(machine, monkeypatch, card, takes):
+    machine(card)
+    monkeypatch.setattr(TorchCudaKernel, "device", "meta")
+    q = torch.zeros(1, 1, 2, 64, dtype=torch.float16, device="meta")
+    assert TorchCudaKernel().takes(q, q, Score(1.0)) is takes
 
 
 def test_this_machine_has_none_of_the_packages_and_the_real_checks_say_so():

@@ -64,6 +64,12 @@ def capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability()
 
 
+def torch_has_flash() -> bool:
+    """Whether the FlashAttention inside torch runs on the current card; an older one runs by formulas."""
+    card = capability()
+    return card is not None and card[0] >= 8
+
+
 def problem(name: str, device: str) -> str | None:
     """Why a kernel cannot run here and what to do about it, as the end of a sentence; None if it can."""
     if name not in PACKAGES:
@@ -97,6 +103,11 @@ def best(device: str, head_dims: Sequence[int]) -> tuple[str, str]:
     if card is None:
         return "torch", f'no NVIDIA card is visible for "{device}"; calls that torch\'s kernel refuses run by formulas'
     order = [*(["flash_attention_4"] if card[0] >= 10 else []), "flash_attention_3", "flash_attention_2"]
+    if not torch_has_flash():
+        return "torch", (
+            f"no FlashAttention runs on compute capability {card[0]}.{card[1]}, so everything runs by formulas, which is "
+            "slow; an Ampere or newer card (8) has one"
+        )
     wide = [dim for dim in head_dims if dim > 256]
     rest = f"fp32 runs by formulas{', and so do layers of head dim ' + str(max(wide)) if wide else ''}"
     for name in order:

@@ -8,6 +8,7 @@ from typing import Iterable, NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
 
+from ds_cp.attention.kernels import available
 from ds_cp.attention.kernels.flash import FlashKernel
 from ds_cp.attention.kernels.windows import ALL, Launch
 from ds_cp.attention.score import Score
@@ -94,6 +95,9 @@ class TorchCudaKernel(FlashKernel):
     """On CUDA: FlashAttention 2 inside torch, in half precision; windows and varlen are native."""
 
     name = "torch"
+
+    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+        return super().takes(q, v, score) and available.torch_has_flash()
 
     def run_forward(self, q, k, v, launch, score):
         out, lse, *_ = aten._flash_attention_forward(
