@@ -1,8 +1,8 @@
-"""Keys that a model chooses by itself for each query (DeepSeek's sparse attention), as a term: all others are hidden."""
+"""Keys that a model chooses by itself for each query (sparse attention with an indexer), as a term: all others are hidden."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,40 +13,60 @@ from ds_cp.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """The keys of each query of this rank's ring shard.
+    """The keys of each query of this rank's ring shard, chosen by blocks of neighbouring keys of its document.
 
     Attributes:
-        keys: [B, R, n] int, global positions of the chosen keys for the R queries of the ring shard, in its order.
+        chosen: [B, G, R, n] int, for each of G groups of heads the blocks that the R queries of the ring shard chose, in
+            its order; counted from the document's start, -1 for none.
+        group: [H] int64, the group of each query head.
+        block: [B, S'] int64, in which block each global position is.
+        count: as many blocks as a document may have.
         row: [S'] int64, the ring shard's row of each global position that it holds.
-        length: S', the padded sequence.
     """
 
-    keys: torch.Tensor
+    chosen: torch.Tensor
+    group: torch.Tensor
+    block: torch.Tensor
+    count: int
     row: torch.Tensor
-    length: int
 
     @staticmethod
-    def by_this_rank(mesh: Mesh, layout: Layout, keys: torch.Tensor) -> "Selected":
-        """From the chosen keys [B, L, n] of this rank's queries; every rank of the ulysses group must call it."""
+    def by_this_rank(
+        mesh: Mesh, layout: Layout, chosen: torch.Tensor, positions: torch.Tensor, size: int, heads: int
+    ) -> "Selected":
+        """From what this rank's queries chose; every rank of the ulysses group must call it.
+
+        Args:
+            chosen: [B, G, L, n].
+            positions: [B, S], where each key stands inside its document.
+            size: keys of a block.
+            heads: H, query heads; each group serves equally many.
+        """
         ulysses = mesh.ulysses
         if ulysses.size > 1:  # attention runs on the tokens of the whole ring shard there
-            keys = torch.cat([*ulysses.all_gather(keys, "keys that each query chose")], dim=1)
+            chosen = torch.cat([*ulysses.all_gather(chosen, "keys that each query chose")], dim=2)
         runs = layout.ring_runs[mesh.ring.rank]
-        positions = torch.cat([torch.arange(*run, device=keys.device) for run in runs])
-        row = torch.zeros(layout.padded_len, dtype=torch.int64, device=keys.device)
-        row[positions] = torch.arange(len(positions), device=keys.device)
-        return Selected(keys, row, layout.padded_len)
+        held = torch.cat([torch.arange(*run, device=chosen.device) for run in runs])
+        row = torch.zeros(layout.padded_len, dtype=torch.int64, device=chosen.device)
+        row[held] = torch.arange(len(held), device=chosen.device)
+        group = torch.arange(chosen.size(1), device=chosen.device).repeat_interleave(heads // chosen.size(1))
+        block = torch.nn.functional.pad(positions // size, (0, layout.padded_len - layout.seq_len))
+        return Selected(chosen, group, block, -(-layout.seq_len // size), row)
 
     def of_heads(self, heads: slice) -> "Selected":
-        return self
+        return replace(self, group=self.group[heads])
 
     def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query of a tile chose the key, -inf elsewhere, [B, 1, m, n]."""
-        chosen = hidden_but(self.keys[where.batch][:, self.row[where.q]], self.length)[..., where.k]
-        return torch.zeros_like(chosen, dtype=dtype).masked_fill(chosen, float("-inf")).unsqueeze(1)
+        """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile is of one document."""
+        by_block = hidden_but(self.chosen[where.batch][:, :, self.row[where.q]], self.count)
+        blocks = self.block[where.batch][:, where.k]
+        hidden = torch.stack([row[..., of_keys] for row, of_keys in zip(by_block, blocks)])
+        if hidden.size(1) > 1:
+            hidden = hidden[:, self.group]
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
 
 
-def hidden_but(keys: torch.Tensor, length: int) -> torch.Tensor:
-    """Which of ``length`` keys are not among the chosen ones [B, m, n]: bool [B, m, length]."""
-    hidden = keys.new_ones((*keys.shape[:-1], length), dtype=torch.bool)
-    return hidden.scatter(-1, keys.long(), False)
+def hidden_but(chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of ``count`` keys or blocks are not among the chosen ones [..., n], -1 for none: bool [..., count]."""
+    hidden = chosen.new_ones((*chosen.shape[:-1], count + 1), dtype=torch.bool)
+    return hidden.scatter(-1, torch.where(chosen < 0, count, chosen).long(), False)[..., :count]

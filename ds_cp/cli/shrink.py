@@ -120,6 +120,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "bailing_hybrid": {"num_expert_group": 2},
     "minimax": {"block_size": 16},
+    # three blocks of four keys: fewer than a row has
+    "minimax_m3_vl_text": {"index_n_heads": KEY_HEADS, "index_block_size": 4, "index_topk_blocks": 3, "index_head_dim": 16},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HEADS * HEAD_DIM, "attention_window_size": 6},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 16, "n_groups": 2},
@@ -177,6 +179,11 @@ REAL: dict[str, dict[str, Any]] = {
     **{
         name: {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
         for name in CAUSAL_PART
+    },
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 45,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 45,
+        "num_hidden_layers": 48,
     },
     "qwen4_exp_text": INDEXED,
     "qwen4_exp": {"text_config": INDEXED},

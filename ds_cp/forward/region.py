@@ -9,7 +9,7 @@ token stands, what the other ranks have. Attention gets it through the mask desc
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Callable, Mapping
 
@@ -27,6 +27,7 @@ from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
 from ds_cp.collectives import gather_sequence
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
+from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import Rule
 from ds_cp.mask.schedule import Step, schedule
 from ds_cp.mesh import Mesh
@@ -99,6 +100,11 @@ class Region:
     def alone_at_once(self) -> Alone:
         """The same in one call, whatever the number of documents."""
         return Alone.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name(), at_once=True)
+
+    @cached_property
+    def queries(self) -> tuple[Queries, ...]:
+        """This rank's queries by the document that they stand in."""
+        return Queries.of(self.documents, self.layout, self.mesh.cp.rank, get_accelerator().current_device_name())
 
     def _on_device(self, per_token: Callable[[int], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(per_token(self.layout.seq_len)).to(get_accelerator().current_device_name())
@@ -191,12 +197,15 @@ class MaskDescriptor:
         region: of the running forward.
         rule: which keys a query may see.
         terms: what no rule expresses: masks by index, given whole or as a function.
+        chosen: [B, G, L, n], what an indexer has chosen for this rank's queries, where the model combines it with its mask.
     """
 
     region: Region
     rule: Rule
     terms: tuple[Term, ...] = ()
+    chosen: torch.Tensor | None = None
     ndim = 0  # falcon asks whether it is a tensor [B, 1, S, S]
+    dtype = torch.bool  # Qwen's indexed attention asks how to combine it
 
     def to(self, *args: object, **kwargs: object) -> "MaskDescriptor":
         """Itself: mpt casts its mask."""
@@ -205,3 +214,7 @@ class MaskDescriptor:
     def __getitem__(self, index: object) -> "MaskDescriptor":
         """Itself: DeepSeek's indexer takes the mask of one head."""
         return self
+
+    def __and__(self, chosen: torch.Tensor) -> "MaskDescriptor":
+        """Qwen's indexed attention shows each query what its indexer has chosen."""
+        return replace(self, chosen=chosen)

@@ -17,7 +17,6 @@ from transformers.modeling_utils import AttentionInterface
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
-from ds_cp.attention.selected import Selected
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.forward.running import current, current_head, is_running
 from ds_cp.patches.transformers import masks
@@ -89,15 +88,17 @@ def attention_forward(
     terms: tuple[Term, ...] = (),
     query_scale: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: q [B, H, L, d], k and v [B, h, L, d] to [B, L, H, dv].
 
-    ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only. ``indices`` [B, L, n] are the keys
-    that each query may see (DeepSeek's sparse attention), of the whole sequence inside a region.
+    ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only. ``indices`` or ``block_indices`` are
+    the keys or blocks of keys that an indexer has chosen (:func:`.indexed.choose`), outside of a region by the model's own code.
     """
-    if indices is not None and not isinstance(attention_mask, MaskDescriptor):
-        attention_mask = indexed.hide(attention_mask, indices, query, key)
+    if not isinstance(attention_mask, MaskDescriptor):
+        chosen = indices, block_indices, kwargs.get("position_ids")
+        attention_mask = indexed.hide(module, attention_mask, query, key, *chosen)
     if isinstance(attention_mask, masks.CrossMask):
         seen, kwargs = attention_mask.mask, kwargs | {"is_causal": False}
         return _unshared(module, query, key, value, seen, dropout, scaling, softcap=softcap, s_aux=s_aux, **kwargs)
@@ -123,8 +124,9 @@ def attention_forward(
             "scores would silently miss it. This model cannot be shared exactly; take the key out for it."
         )
     region = attention_mask.region
-    if indices is not None:
-        terms = (*terms, Selected.by_this_rank(region.mesh, region.layout, indices))
+    chosen = next((each for each in (indices, block_indices, attention_mask.chosen) if each is not None), None)
+    if chosen is not None:
+        terms = (*terms, indexed.term(module, attention_mask, query.size(1), chosen))
     layer = region.attended.setdefault(id(module), len(region.attended))
     score = Score(
         query.size(-1) ** -0.5 if scaling is None else scaling,

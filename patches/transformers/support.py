@@ -35,6 +35,9 @@ HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_atte
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"})
 """Kinds of layers that models with recurrent layers have besides; which of their modules mix tokens is told by class."""
 
+INDEXED_LAYERS = frozenset({"indexed_attention", "minimax_m3_sparse"})
+"""Kinds of layers whose keys an indexer chooses."""
+
 SPARSE_KEYS = ("index_topk", "index_topk_blocks")
 """How configs spell the number of keys, or blocks of keys, that an indexer chooses per query."""
 
@@ -157,7 +160,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"{config.num_kv_shared_layers}), which no rank would cut as it cuts this model's tokens."
         )
     chosen = layers.has_indexer(decoder)
-    handled = HANDLED_LAYERS | ({"indexed_attention"} if chosen else set()) | (RECURRENT_LAYERS if recurrent else set())
+    handled = HANDLED_LAYERS | (INDEXED_LAYERS if chosen else set()) | (RECURRENT_LAYERS if recurrent else set())
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - handled):
         named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
         yield f'tokens mix in a way that is not shared yet in {named}, of kind "{kind}": each rank would mix its own only.'

@@ -163,7 +163,7 @@ def replaced(kind: type) -> tuple[str, Callable] | None:
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     """Bind the forwards that a decoder's attention modules need, and tell it positions; returns what undoes it."""
-    bound, others = [], (positions.attach(decoder), xlm.attach(decoder))
+    bound, others = [], [part.attach(decoder) for part in (positions, xlm, indexed)]
     for module in decoder.modules():
         found = replaced(type(module))
         if found is not None:

@@ -1,68 +1,271 @@
-"""DeepSeek's sparse attention and its like: an indexer chooses the keys of each query, among those of the whole sequence.
+"""Sparse attention with an indexer, which chooses the keys of each query among those of its whole document.
 
-The model's own indexer runs on this rank's queries. Where it would ask its cache for the keys of the past it gets the
-keys of the whole sequence instead, and where it expects a mask, which of these its queries may see. It is not trained by
-the model's loss, so nothing of it needs a gradient.
+The model's own indexer runs on this rank's queries, document by document, as one process runs it on a document alone. Where
+it would ask its cache for the keys of the past it gets the keys of the document instead. It is not trained by the model's
+loss, for it gives numbers of keys only, so nothing of it needs a gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention.selected import hidden_but
+from ds_cp.attention.selected import Selected, hidden_but
 from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.forward.running import current
+from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import CAUSAL
 
 CHUNK_BYTES = 256 << 20
-"""Scores that one piece of queries may take: heads x queries x S in fp32."""
+"""Scores that one piece of queries may take: heads x queries x keys in fp32."""
 
-INDEXERS = ("DeepseekV32Indexer", "AXK2Indexer", "Dots3NoteTextIndexer", "GlmMoeDsaIndexer", "HYV4Indexer")
+
+class _Heard(Exception):
+    """An indexer has said its keys [B, L, d], and need not go on."""
 
 
 class _Keys:
-    """In the place of the indexer's cache: takes this rank's keys, answers with those that it was given."""
+    """In the place of the indexer's cache: answers with the keys that it was given, or ends the run and hands keys on."""
 
     def __init__(self, answer: torch.Tensor | None = None):
-        self.answer, self.seen = answer, None
+        self.answer = answer
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        self.seen = keys  # [B, L, d]
-        return keys[:, :1] if self.answer is None else self.answer
+        if self.answer is None:
+            raise _Heard(keys)
+        return self.answer
+
+    @property
+    def layers(self) -> "_Keys":
+        """MiniMax asks the layers of a cache."""
+        return self
+
+    def __getitem__(self, layer: int) -> "_Keys":
+        return self
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
 
 
-def choose(original: Callable, self: Any, hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs):
-    """An indexer: keys of the whole sequence for this rank's queries, [B, L, n] int32."""
-    if not isinstance(attention_mask, MaskDescriptor):
-        if current() is not None:
-            raise BatchError(f"{type(self).__name__} got another mask than that of the shared sequence.")
-        return original(hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs)
-    if attention_mask.rule != CAUSAL or attention_mask.terms:
+@dataclass(frozen=True)
+class Asked:
+    """Some queries of this rank, side by side by document.
+
+    Attributes:
+        indexer: the module.
+        run: its own forward.
+        given: its arguments, by name, for this rank's tokens.
+        queries: which they are.
+        keys: [n, k, d], the indexer's keys of each document.
+        angles_of_keys: cosines and sines [n, k, d] of the keys, for an indexer that turns them by itself.
+    """
+
+    indexer: torch.nn.Module
+    run: Callable[..., torch.Tensor]
+    given: Mapping[str, Any]
+    queries: Queries
+    keys: torch.Tensor
+    angles_of_keys: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """Which keys each query may see, bool [n, m, k]."""
+        index = torch.arange(self.keys.size(1), device=self.keys.device)
+        return index <= self.queries.positions.unsqueeze(-1)
+
+    def own(self, name: str) -> torch.Tensor:
+        """An argument [B, L, ...] of these queries, [n, m, ...]."""
+        return self.given[name].flatten(0, 1)[self.queries.own]
+
+    def angles(self) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines [n, m, d] of these queries."""
+        return tuple(angle.flatten(0, 1)[self.queries.own] for angle in _angles(self.given))
+
+
+def _angles(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Cosines and sines [B, L, d] of this rank's tokens."""
+    return (angle.expand(len(given["hidden_states"]), -1, -1) for angle in given["position_embeddings"])
+
+
+def _deepseek(asked: Asked) -> torch.Tensor:
+    states, residual = asked.own("hidden_states"), asked.own("q_resid")
+    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=_Keys(asked.keys))
+    unseen = chosen > asked.queries.positions.unsqueeze(-1)  # a query with few keys gets hidden ones to fill up
+    return chosen.masked_fill(unseen, -1).unsqueeze(1)
+
+
+def _qwen(asked: Asked) -> torch.Tensor:
+    angles = [torch.cat(both, dim=1) for both in zip(asked.angles_of_keys, asked.angles())]
+    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), _Keys(asked.keys))
+    kept, chosen = kept.int().topk(min(_qwen_most(asked.indexer), kept.size(-1)))
+    return chosen.masked_fill(kept == 0, -1)
+
+
+def _qwen_most(indexer: torch.nn.Module) -> int:
+    return indexer.token_budget + indexer.compress_ratio - 1
+
+
+def _minimax(asked: Asked) -> torch.Tensor:
+    positions = asked.queries.positions.clamp(min=0)
+    return asked.run(asked.own("hidden_states"), asked.angles(), _Keys(asked.keys), positions)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of an indexer.
+
+    Attributes:
+        ask: the blocks of keys that some queries choose, [n, G, m, c] int, counted from the document's start; -1 for none.
+        heads: how many score each key at once.
+        most: how many blocks a query may choose.
+        groups: G, of heads that choose by themselves.
+        size: keys of a block.
+        turns_keys: whether its keys are rotated after it has asked its cache.
+    """
+
+    ask: Callable[[Asked], torch.Tensor]
+    heads: Callable[[Any], int]
+    most: Callable[[Any], int]
+    groups: Callable[[Any], int] = lambda indexer: 1
+    size: Callable[[Any], int] = lambda indexer: 1
+    turns_keys: bool = False
+
+
+DEEPSEEK = Kind(_deepseek, heads=lambda indexer: indexer.n_heads, most=lambda indexer: indexer.index_topk)
+QWEN = Kind(_qwen, heads=lambda indexer: 1, most=_qwen_most, turns_keys=True)
+MINIMAX = Kind(
+    _minimax,
+    heads=lambda indexer: indexer.num_heads,
+    most=lambda indexer: indexer.topk_blocks,
+    groups=lambda indexer: indexer.num_heads,
+    size=lambda indexer: indexer.block_size,
+)
+INDEXERS: dict[str, Kind] = {
+    "DeepseekV32Indexer": DEEPSEEK,
+    "AXK2Indexer": DEEPSEEK,
+    "Dots3NoteTextIndexer": DEEPSEEK,
+    "GlmMoeDsaIndexer": DEEPSEEK,
+    "HYV4Indexer": DEEPSEEK,
+    "MiniMaxM3VLIndexer": MINIMAX,
+    "Qwen4ExpTextQSAIndexer": QWEN,
+}
+"""Indexers, by class."""
+
+
+def attach(decoder: torch.nn.Module) -> Callable[[], None]:
+    """Make each indexer of a decoder a leaf for ZeRO-3, which then gathers its weights once, in however many pieces it
+    runs; their number depends on the batch. Returns what undoes it."""
+    bound = [module for module in decoder.modules() if type(module).__name__ in INDEXERS]
+    for module in bound:
+        module._z3_leaf = True
+
+    def undo() -> None:
+        for module in bound:
+            module.__dict__.pop("_z3_leaf", None)
+
+    return undo
+
+
+def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An indexer's forward: inside a region what this rank's queries choose, [B, G, L, c] int64, blocks of keys counted from
+    their document's start, -1 for none."""
+    given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
+    given.pop("self")
+    region = _region_of(self, given)
+    if region is None:
+        return original(*args, **kwargs)
+    states = given["hidden_states"]
+    with torch.no_grad():
+        keys = region.gather(_keys_of(original, given)).flatten(0, 1)
+        angles = [region.gather(angle).flatten(0, 1) for angle in _angles(given)] if kind.turns_keys else []
+        most = min(kind.most(self), -(-region.layout.seq_len // kind.size(self)))
+        out = torch.full((states.shape[:2].numel(), kind.groups(self), most), -1, device=states.device)
+        for queries in _pieces(region.queries, kind.heads(self)):
+            of_keys = tuple(angle[queries.keys] for angle in angles)
+            chosen = kind.ask(Asked(self, original, given, queries, keys[queries.keys], of_keys)).transpose(1, 2)
+            there = queries.positions >= 0
+            out[queries.own[there], :, : chosen.size(-1)] = chosen[there].long()
+    return out.unflatten(0, states.shape[:2]).transpose(1, 2)
+
+
+def _region_of(indexer: torch.nn.Module, given: Mapping[str, Any]) -> Region | None:
+    """The region that an indexer runs in.
+
+    Raises:
+        BatchError: it cannot be told.
+    """
+    mask, region, name = given.get("attention_mask"), current(), type(indexer).__name__
+    if isinstance(mask, MaskDescriptor):
+        return mask.region
+    if "attention_mask" in given and region is not None:
+        raise BatchError(f"{name} got another mask than that of the shared sequence.")
+    if "attention_mask" not in given and region is None and torch._C._current_graph_task_id() != -1:
         raise BatchError(
-            f"{type(self).__name__} chooses among the keys that a mask of its own shows, which ds_cp knows for plain causal "
+            f"{name} is recomputed in the backward pass by a checkpoint that is not the model's own, and nothing tells it which "
+            "sequence it belongs to: it would choose among the keys of its own shard. Use the model's gradient checkpointing."
+        )
+    return region
+
+
+def _keys_of(original: Callable, given: Mapping[str, Any]) -> torch.Tensor:
+    """The indexer's keys of this rank's tokens, [B, L, d]."""
+    try:
+        original(**given | {"cache": _Keys()})
+    except _Heard as heard:
+        return heard.args[0]
+    raise AssertionError("an indexer that does not ask its cache")
+
+
+def _pieces(documents: tuple[Queries, ...], heads: int) -> Iterator[Queries]:
+    """The queries in pieces whose scores may exist at once."""
+    for all_of in documents:
+        step = max(1, CHUNK_BYTES // (4 * heads * all_of.keys.numel()))
+        for start in range(0, all_of.own.size(1), step):
+            part = slice(start, start + step)
+            yield Queries(all_of.own[:, part], all_of.positions[:, part], all_of.keys)
+
+
+def term(module: torch.nn.Module, mask: MaskDescriptor, heads: int, chosen: torch.Tensor) -> Selected:
+    """What hides the keys that an attention module's indexer did not choose.
+
+    Args:
+        heads: query heads.
+        chosen: [B, G, L, c], of :func:`choose`.
+
+    Raises:
+        BatchError: under a mask that the indexer did not know of.
+    """
+    if mask.rule != CAUSAL or mask.terms:
+        raise BatchError(
+            f"{type(module).__name__} chooses among the keys that a mask of its own shows, which ds_cp knows for plain causal "
             "attention only: it would choose keys that are hidden. Leave the mask out."
         )
-    region = attention_mask.region
-
-    def run(part: slice, keys: _Keys, visible: torch.Tensor) -> torch.Tensor:
-        """The model's own code on some of this rank's queries."""
-        angles = tuple(angle[:, part] for angle in position_embeddings)
-        return original(hidden_states[:, part], q_resid[:, part], angles, visible, position_ids=None, cache=keys)
-
-    batch, length = hidden_states.shape[:2]
-    mine = _Keys()
-    run(slice(None), mine, hidden_states.new_ones((batch, length, 1), dtype=torch.bool))  # for its keys only
-    everyone = _Keys(region.gather(mine.seen.detach()))
-    step = max(1, CHUNK_BYTES // (4 * batch * self.n_heads * region.layout.seq_len))
-    parts = [slice(start, min(start + step, length)) for start in range(0, length, step)]
-    return torch.cat([run(part, everyone, _visible(region, part)) for part in parts], dim=1)
+    kind = INDEXERS.get(
+        type(indexer := getattr(module, "indexer", None)).__name__, DEEPSEEK
+    )  # one may be shared by layers
+    region = mask.region
+    return Selected.by_this_rank(region.mesh, region.layout, chosen, region.positions, kind.size(indexer), heads)
 
 
-def hide(mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def hide(
+    module: torch.nn.Module,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> torch.Tensor | None:
     """SDPA's mask outside of a region with the keys hidden that were not chosen, as the model does under SDPA itself."""
+    if block_indices is not None:
+        return module.indexer.build_block_mask(block_indices, mask, key.size(-2), query.dtype, query.device, positions)
+    if indices is None:
+        return mask
     hidden = hidden_but(indices, key.size(-2)).unsqueeze(1)
     if mask is None:
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device)
@@ -70,12 +273,4 @@ def hide(mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, 
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
-def _visible(region: Region, part: slice) -> torch.Tensor:
-    """Which keys some of this rank's queries may see: bool [B, m, S]; causal, inside their document, no padding."""
-    everyone = torch.arange(region.layout.seq_len, device=region.origin.device).unsqueeze(0)
-    mine = region.shard(everyone)[:, part]
-    same = region.shard(region.origin)[:, part, None] == region.origin[:, None, :]
-    return same & (everyone[:, None, :] <= mine[..., None]) & region.unmasked[:, None, :]
-
-
-FORWARDS: dict[str, Callable] = dict.fromkeys(INDEXERS, choose)
+FORWARDS: dict[str, Callable] = {name: partial(choose, kind) for name, kind in INDEXERS.items()}

@@ -54,7 +54,10 @@ PARTS: dict[str, tuple[str, dict[str, str], str]] = {
 """Layers in which a module mixes tokens, by class: the module, and the dims of its arguments and its result."""
 
 WHOLE: dict[str, int] = {
+    "Inkling2DynamicShortConvolution": 1,
+    "Inkling2LoopDynamicShortConvolution": 1,
     "MiniMaxLightningAttention": 1,
+    "Qwen4ExpTextPLELayer": 1,
     "RecurrentGemmaRecurrentBlock": 1,
     "ZayaCCAProjection": 3,
 }
