@@ -36,6 +36,8 @@ CASES = [
     # Mamba: B and C of all channels, uneven channels
     ("jamba", (), ("ring", 3), PACKED),
     ("mamba", (), ("ulysses", 2), RIGHT),
+    # xLSTM's matrix memory, a module of its layers
+    ("xlstm", (("mode", "train"), ("chunk_size", 1)), ("ring", 3), PACKED),
     # short convolutions, shifted tokens
     ("lfm2", (), ("ring", 3), PACKED),
     ("rwkv", (), ("ring", 3), RIGHT),

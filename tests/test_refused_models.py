@@ -16,6 +16,7 @@ LLAMA = ModelSpec("llama")
 
 MODELS = [
     ({"index_topk": 4}, r"its layers choose the keys of each query by an index \(index_topk = 4\)"),
+    ({"index_topk_blocks": 4}, r"its layers choose the keys of each query by an index \(index_topk_blocks = 4\)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, r'not shared yet in layers.0 \(LlamaDecoderLayer\), of kind "linear_attention"'),
     ({"layerdrop": 0.5}, "layerdrop would drop other layers on each rank"),
     ({"encoder_layerdrop": 0.5}, "encoder_layerdrop would drop other layers on each rank"),
@@ -47,14 +48,6 @@ def encoder_that_pools_by_itself():
     from transformers import AlbertConfig, AlbertModel
 
     return AlbertModel(AlbertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
-
-
-def decoder_that_chooses_blocks():
-    from transformers import AutoModelForCausalLM
-
-    from ds_cp.cli.shrink import tiny_config
-
-    return AutoModelForCausalLM.from_config(tiny_config("minimax_m3_vl_text"))
 
 
 def encoder_with_a_bias_of_all_pairs():
@@ -97,7 +90,6 @@ OTHERS = [
     ),
     (encoder_of_sound, "its WhisperEncoder takes input_features, which is no sequence of tokens that ds_cp could cut"),
     (encoder_that_pools_by_itself, "its pooler, a Linear, gets the first token .*add_pooling_layer=False"),
-    (decoder_that_chooses_blocks, r"choose the keys of each query by an index \(index_topk_blocks = \d+\)"),
     (stacks_that_are_plain_modules, "layers.0.self_attn"),
     (encoder_with_a_bias_of_all_pairs, "relative position bias .* S x S"),
 ]

@@ -140,6 +140,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bert": {"is_decoder": True},
     "xlm": {"n_words": VOCAB, "emb_dim": HEADS * HEAD_DIM},
     "xlnet": {"d_head": HEAD_DIM},
+    "xlstm": {"embedding_dim": HEADS * HEAD_DIM, "num_blocks": LAYERS, "use_cache": False},
     "qwen4_exp_text": {
         "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "indexer_head_dim": HEAD_DIM, "indexer_budget": 8, "hc_lowrank": 8, "ple_embed_dim": HEADS * HEAD_DIM, "ple_layer_ids": [1],

@@ -50,6 +50,11 @@ FUSED = frozenset({"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"})
 PARTS: dict[str, tuple[str, dict[str, str], str]] = {
     "RwkvSelfAttention": ("time_shift", {"input": "blh"}, "blh"),
     "RwkvFeedForward": ("time_shift", {"input": "blh"}, "blh"),
+    "xLSTMLayer": (
+        "mlstm_backend",
+        {"query": "bhlk", "key": "bhlk", "value": "bhlv", "igate": "bhl", "fgate": "bhl"},
+        "bhlv",
+    ),
 }
 """Layers in which a module mixes tokens, by class: the module, and the dims of its arguments and its result."""
 
