@@ -60,6 +60,7 @@ def test_plan_says_what_was_decided_and_why(checkpoint, tmp_path):
     assert "4 = dp 2 x ring 2 x ulysses 1" in text
     assert "ring (9 query and 3 key/value heads do not split over the ranks of a node)" in text
     assert "2,048 of 4,096" in text and "0.75 are needed" in text
+    assert "weights, gradients, Adam's states" in text and "longest in 80 GiB" in text
 
 
 def test_plan_refuses_like_a_run_would(here, checkpoint, tmp_path):

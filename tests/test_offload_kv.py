@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from ds_cp.cli.bench.probes import LiveStorages
+from ds_cp.cli.bench.probes import PeakStorages
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
@@ -71,18 +71,6 @@ def test_tiles_are_exact(workers, case):
     subject.check(results, truth(spec, batch), dtype)
 
 
-class Peak(LiveStorages):
-    """The most bytes that lived at any time."""
-
-    most = 0
-
-    def __torch_dispatch__(self, *args):
-        found = super().__torch_dispatch__(*args)
-        self._seen = {key: storage for key, storage in self._seen.items() if not storage[0].expired()}
-        self.most = max(self.most, self.live())
-        return found
-
-
 def on_a_host_of_its_own():
     """Rows and saved tensors that wait in host memory wait in numpy's, which the probe does not see."""
     from ds_cp.attention import offloaded
@@ -116,7 +104,7 @@ def per_token(config, lengths=(96, 192)):
     for length in lengths:
         inputs = batches.make(BatchSpec("dense", 1, length)).inputs
         model(**inputs).loss.backward()
-        with Peak() as storages:
+        with PeakStorages() as storages:
             model(**inputs).loss.backward()
         peaks.append(storages.most)
     return (peaks[1] - peaks[0]) / ((lengths[1] - lengths[0]) // config["size"])

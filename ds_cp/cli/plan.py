@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Iterator
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ds_cp import balance
 from ds_cp import config as key
+from ds_cp.cli import memory as estimate
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL
 from ds_cp.mask.schedule import count, schedule
 from ds_cp.planner import ModelFacts, Plan, exchanged_bytes, resolve
+
+GIB = 2**30
 
 
 def plan(
@@ -23,14 +27,17 @@ def plan(
     world: Annotated[int, typer.Option(help="ranks of the job")] = 8,
     node: Annotated[int, typer.Option(help="ranks per node")] = 8,
     seq_len: Annotated[int, typer.Option(help="tokens per sequence")] = 131072,
-    dtype_bytes: Annotated[int, typer.Option(help="bytes per element of q, k and v")] = 2,
+    dtype_bytes: Annotated[int, typer.Option(help="of what the model computes in: 2 (bf16) or 4 (fp32)")] = 2,
+    memory: Annotated[float, typer.Option(help="GiB of one device, for the longest sequence")] = 80,
+    checkpointing: Annotated[bool, typer.Option(help="gradient checkpointing")] = True,
 ) -> None:
-    """Print method, layout, tokens, and bytes per layer that the key leads to."""
+    """Print method, layout, tokens, bytes sent and memory that the key leads to."""
     from transformers import AutoConfig
 
     console = Console()
     try:
-        checked = key.normalise({key.KEY: key.find(str(config)) or {}}, world)
+        ds_config = key.load(str(config))
+        checked = key.normalise({key.KEY: ds_config.get(key.KEY, {})}, world)
         assert checked is not None
         text = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
         heads = (text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -39,7 +46,20 @@ def plan(
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from error
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    console.print(_table(decided, world, seq_len, heads, head_dim, dtype_bytes))
+    table = _table(decided, world, seq_len, heads, head_dim, dtype_bytes)
+    rows = ds_config.get("train_micro_batch_size_per_gpu", 1)
+    job = estimate.Job(
+        text,
+        decided,
+        ds_config.get("zero_optimization", {}),
+        world,
+        torch.float32 if dtype_bytes == 4 else torch.bfloat16,
+        rows if isinstance(rows, int) else 1,
+        checkpointing,
+    )
+    for name, line in _memory(job, seq_len, memory):
+        table.add_row(name, line)
+    console.print(table)
 
 
 def _table(plan: Plan, world: int, seq_len: int, heads: tuple[int, int], head_dim: int, item: int) -> Table:
@@ -60,3 +80,25 @@ def _table(plan: Plan, world: int, seq_len: int, heads: tuple[int, int], head_di
         share = sum(rows) / (plan.ring * (plan.ring - 1) * layout.local_len * plan.ulysses)
         table.add_row("of the ring's rows", f"{share:.2f} are needed by one causal document")
     return table
+
+
+def _memory(job: estimate.Job, seq_len: int, budget: float) -> Iterator[tuple[str, str]]:
+    try:
+        step, fitting = estimate.estimate(job, seq_len), estimate.longest(job, budget * GIB, seq_len)
+    except Exception as error:  # the model's own code runs on tensors without data, and may ask for some
+        yield (
+            "memory per rank",
+            f"not estimated: layers of {job.config.model_type} do not run without data ({type(error).__name__})",
+        )
+        return
+    larger, smaller = sorted([(step.working, "a layer at work"), (step.loss, "the loss")], reverse=True)
+    parts = [
+        (step.states, "weights, gradients, Adam's states"),
+        (step.buffers, "ZeRO's buckets and gathered weights"),
+        (step.kept, "kept for the backward pass"),
+        (larger[0], f"{larger[1]}; in its turn {smaller[1]}, {smaller[0] / GIB:.1f}"),
+    ]
+    listed = "".join(f"\n{part / GIB:7.1f}  {name}" for part, name in parts)
+    host = f"; {step.host / GIB:.1f} GiB in host memory" if step.host else ""
+    yield "memory per rank", f"about {step.total / GIB:.1f} GiB{host}{listed}"
+    yield f"longest in {budget:g} GiB", f"about {fitting:,} tokens per sequence" if fitting else "no sequence fits"

@@ -6,7 +6,7 @@ Gradients of weights are summed in fp32 (fp64 for fp64) over the tiles and hande
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Callable, Iterator, Sequence
 
 import torch
@@ -38,6 +38,8 @@ def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Te
 
 def autocast_of(device: str) -> Callable[[], AbstractContextManager]:
     """The autocast that holds now, for later: the backward pass runs outside of it."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype, enabled, cache_enabled=False)
 

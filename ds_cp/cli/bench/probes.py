@@ -52,6 +52,8 @@ class SentForAttention:
 class LiveStorages(TorchDispatchMode):
     """Every storage that is made while this mode is on; :meth:`live` sums those that somebody still holds."""
 
+    counts_meta = False
+
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -64,7 +66,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _note(self, values: Any, made: bool) -> None:
         for tensor in tree_leaves(values):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            if isinstance(tensor, torch.Tensor) and (self.counts_meta or not tensor.is_meta):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self._seen.setdefault(reference.cdata, (reference, storage.nbytes() if made else 0))
@@ -72,3 +74,16 @@ class LiveStorages(TorchDispatchMode):
     def live(self) -> int:
         """Bytes."""
         return sum(nbytes for reference, nbytes in self._seen.values() if not reference.expired())
+
+
+class PeakStorages(LiveStorages):
+    """The most bytes that lived at any time, in :attr:`most`; storages without data count as well."""
+
+    most = 0
+    counts_meta = True
+
+    def __torch_dispatch__(self, *args: Any) -> Any:
+        found = super().__torch_dispatch__(*args)
+        self._seen = {key: storage for key, storage in self._seen.items() if not storage[0].expired()}
+        self.most = max(self.most, self.live())
+        return found

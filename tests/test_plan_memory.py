@@ -1,0 +1,91 @@
+"""``ds_cp plan`` counts memory without a machine: against what a real step holds, and against the ZeRO paper's own numbers."""
+
+import pytest
+import torch
+
+from ds_cp.cli import memory
+from ds_cp.config import read
+from ds_cp.planner import ModelFacts, resolve
+from harness import batches, models, subject
+from harness.batches import BatchSpec
+from harness.cases import config_of
+from harness.models import ModelSpec
+
+LLAMA = ModelSpec("llama", layers=3)
+GIB = 2**30
+
+PAPER = [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)]  # GB of 7.5e9 numbers on 64 ranks, figure 1 of the ZeRO paper
+
+
+@pytest.mark.parametrize("stage, gigabytes", PAPER)
+def test_model_states_are_those_of_the_zero_paper(stage, gigabytes):
+    device, host = memory.model_states(7_500_000_000, {"stage": stage}, 64, 2)
+    assert device / 1e9 == pytest.approx(gigabytes, rel=3e-3) and host == 0
+
+
+def test_what_is_offloaded_moves_to_the_host():
+    numbers, cpu = 1000, {"device": "cpu"}
+    for stage, away in [(1, 12 / 4), (2, 14 / 4), (3, 14 / 4)]:
+        device, host = memory.model_states(numbers, {"stage": stage, "offload_optimizer": cpu}, 4, 2)
+        assert host == numbers * away
+        assert device + host == memory.model_states(numbers, {"stage": stage}, 4, 2)[0]
+    everything = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    assert memory.model_states(numbers, everything, 4, 2) == (0, numbers * 4)
+
+
+def job_of(config, checkpointing, ranks):
+    shape = models.build(LLAMA).config
+    plan = resolve(
+        read(config), ModelFacts("M", ((shape.num_attention_heads, shape.num_key_value_heads),)), ranks, "cpu"
+    )
+    return memory.Job(shape, plan, {"stage": 0}, ranks, torch.float32, checkpointing=checkpointing)
+
+
+def per_token(config, checkpointing, lengths=(512, 1024)):
+    """Bytes that a token more on this rank adds to a step's peak."""
+    from ds_cp.cli.bench.probes import PeakStorages
+    from ds_cp.tiled import loss
+
+    loss.TILE_BYTES = 1 << 12  # what layers hold is looked at here
+    model = subject.changed_model(LLAMA, config).train()
+    if checkpointing:
+        subject.enable_checkpointing(model, "non-reentrant")
+    peaks = []
+    for length in lengths:
+        inputs = batches.make(BatchSpec("dense", 1, length)).inputs
+        model(**inputs).loss.backward()
+        with PeakStorages() as storages:
+            model(**inputs).loss.backward()
+        peaks.append(storages.most)
+    return (peaks[1] - peaks[0]) / ((lengths[1] - lengths[0]) // config["size"])
+
+
+@pytest.mark.parametrize(
+    "method, checkpointing, more",
+    [
+        ("ring", True, {}),
+        ("ring", False, {"tiled_mlp": True}),
+        ("ulysses", True, {"recompute_attention": True}),
+        ("ulysses", False, {}),
+    ],
+    ids=str,
+)
+def test_layers_hold_what_the_plan_promises(workers, method, checkpointing, more):
+    config = config_of(method, 2) | more
+    real = workers(2).run(per_token, config, checkpointing)[0]
+    few, many = (memory.estimate(job_of(config, checkpointing, 2), 2 * tokens) for tokens in (4096, 8192))
+    assert (many.kept + many.working - few.kept - few.working) / 4096 == pytest.approx(real, rel=0.1)
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+    job = job_of({"size": 8, "method": "ring"}, True, 8)
+    found = memory.longest(job, GIB, 4096)
+    assert memory.estimate(job, found).total <= GIB < memory.estimate(job, int(found * 1.05)).total
+    assert memory.longest(job, 1 << 20, 4096) == 0
+
+
+def test_nothing_of_it_is_left_in_transformers():
+    from transformers.modeling_utils import AttentionInterface
+
+    memory.estimate(job_of({"size": 2, "method": "ring"}, True, 2), 4096)
+    assert memory.STAND_IN not in AttentionInterface._global_mapping
