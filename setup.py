@@ -26,16 +26,27 @@ setup(
     package_data={"": ["*.json", "*.md", "*.txt", "*.csv"]},
     # transformers 5.24 itself needs 3.11.
     python_requires=">=3.11",
+    # Outside of these a run is refused (patches/versions.py), as pip would; outside of the extra "tested" it gets one line.
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19",
-        "transformers>=5.24,<6",
+        "transformers>=5.16,<6",
         "accelerate>=1.15",
+        "packaging>=22",
         "pydantic>=2",
         "typer>=0.15",
         "rich>=13.8",
     ],
     extras_require={
+        # What has been run: the lower bounds by a cross-section of the tests, and what constraints.txt pins by all of them.
+        "tested": [
+            "torch==2.13.*",
+            "deepspeed>=0.19,<0.20",
+            "transformers>=5.16,<5.25",
+            "accelerate>=1.15,<1.16",
+            "trl>=1.16,<1.17",
+            "peft>=0.19.1,<0.22",
+        ],
         "flash-attn": ["flash-attn>=2.5"],
         "liger": ["liger-kernel>=0.5"],
         "plot": ["matplotlib>=3.8"],

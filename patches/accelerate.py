@@ -38,20 +38,21 @@ def watch_config() -> None:
 
 def install() -> None:
     """Give all ranks of a group the same batches."""
-    try:
-        import accelerate.accelerator as module
-        from accelerate.data_loader import DataLoaderDispatcher
-        from accelerate.parallelism_config import ParallelismConfig
-    except ImportError:
-        return
+    import accelerate.accelerator as module
+    from accelerate.data_loader import DataLoaderDispatcher
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    patches.require(AcceleratorState, "deepspeed_plugin", "the key is found in its config")
     patches.replace(
         ParallelismConfig, "get_device_mesh", _one_way_only, "two ways to share a sequence exclude each other"
     )
-    patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, "all ranks of a group read the same batches")
-    patches.replace(
-        DataLoaderDispatcher, "__init__", _dispatch_by_group, "all ranks of a group are sent the same batches"
-    )
-    patches.replace(module.Accelerator, "gather_for_metrics", _one_per_group, "metrics count each group's samples once")
+    why = "all ranks of a group read the same batches"
+    patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, why, "num_processes", "process_index")
+    patches.require(module.Accelerator, "prepare_data_loader", why, "prepare_data_loader")
+    patches.replace(DataLoaderDispatcher, "__init__", _dispatch_by_group, why, "state", "slice_fn")
+    why = "metrics count each group's samples once"
+    patches.replace(module.Accelerator, "gather_for_metrics", _one_per_group, why, "gather", "use_gather_object")
 
 
 def _by_data_parallel_rank(original: Callable) -> Callable:
@@ -72,7 +73,10 @@ def _one_way_only(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_device_mesh(self, *args, **kwargs):
         size = groups.size_of_accelerator()
-        given = {name: getattr(self, name) for name in ("cp_size", "sp_size", "tp_size") if getattr(self, name) > 1}
+        asked = {
+            name: getattr(self, name, 1) for name in ("cp_size", "sp_size", "tp_size")
+        }  # accelerate 1.10 has no sp_size
+        given = {name: value for name, value in asked.items() if value > 1}
         if size > 1 and given:
             listed = " and ".join(f"{name} = {value}" for name, value in given.items())
             raise key.ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, Callable, Mapping
 
 import torch.distributed
@@ -47,12 +48,13 @@ def watch_config() -> None:
 
         return __init__
 
-    patches.replace(DeepSpeedConfig, "__init__", make, "reads the key; batch arithmetic by data-parallel rank")
+    patches.replace(DeepSpeedConfig, "__init__", make, "reads the key; batch arithmetic by data-parallel rank", "mpu")
 
 
 def install() -> None:
     """Attach the model before the engine wraps it; samplers of ``training_data`` by data-parallel rank."""
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import z3_leaf_module
 
     def make_init(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -94,12 +96,12 @@ def install() -> None:
 
         return resize
 
-    patches.replace(DeepSpeedEngine, "set_train_batch_size", make_resize, "batch arithmetic by data-parallel rank")
-    patches.replace(
-        DeepSpeedEngine, "set_train_micro_batch_size", make_resize, "batch arithmetic by data-parallel rank"
-    )
+    why = "batch arithmetic by data-parallel rank"
+    patches.replace(DeepSpeedEngine, "set_train_batch_size", make_resize, why, "dp_world_size")
+    patches.replace(DeepSpeedEngine, "set_train_micro_batch_size", make_resize, why, "dp_world_size")
     patches.replace(DeepSpeedEngine, "__init__", make_init, "attaches the model to the groups of its config")
-    patches.replace(DeepSpeedEngine, "deepspeed_io", make_io, "samples by data-parallel rank")
+    patches.replace(DeepSpeedEngine, "deepspeed_io", make_io, "samples by data-parallel rank", "mpu")
+    patches.require(sys.modules[z3_leaf_module.__module__], "z3_leaf_module", "weights are gathered once", "_z3_leaf")
 
 
 def _at(*path: str) -> Callable[[Mapping], Any]:

@@ -1,7 +1,12 @@
 """Patches are listed and undone; engines and forwards do not see each other; without the key nothing changes."""
 
 import gc
+import importlib
+import re
+import sys
+import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +228,139 @@ def test_generation_runs_whole_on_every_rank(workers):
     want = workers(1).run(generate, False)[0]
     for tokens in workers(2).run(generate, True):
         assert torch.equal(tokens, want)
+
+
+def test_what_another_library_lacks_is_named_and_nothing_is_left_behind(workers):
+    def message(spoil):
+        from ds_cp import patches
+
+        patches.restore()
+        spoil()
+        try:
+            patches.install()
+            from ds_cp.patches.transformers import trainer
+
+            trainer._install_trainer()
+        except patches.MissingTargetError as error:
+            return str(error), [patch.target for patch in patches.installed()]
+        return "", []
+
+    for spoil, missing in SPOILED:
+        said, left = workers(1).run(message, spoil)[0]
+        assert re.search(missing, said) and "Nothing was started" in said and "take the key out" in said, (
+            said,
+            missing,
+        )
+        assert not left or "Trainer" in missing, left
+
+
+def _without(module, owner, name):
+    def spoil():
+        delattr(getattr(importlib.import_module(module), owner), name)
+
+    return spoil
+
+
+def _not_knowing(module, owner, name):
+    """The function is there and does something else, as after a change of its library."""
+
+    def spoil():
+        def other(*args, **kwargs): ...
+
+        place = importlib.import_module(module)
+        place = getattr(place, owner) if owner else place
+        other.__module__ = module
+        setattr(place, name, property(other) if isinstance(vars(place)[name], property) else other)
+
+    return spoil
+
+
+def _unimportable(module):
+    def spoil():
+        sys.modules[module] = None
+
+    return spoil
+
+
+SPOILED = [
+    (_without("deepspeed.runtime.engine", "DeepSpeedEngine", "deepspeed_io"), r"deepspeed [\d.]+ has no .*\.deepspeed_io"),
+    (_not_knowing("deepspeed.utils.z3_leaf_module", "", "z3_leaf_module"), r"deepspeed [\d.]+ has .* not know _z3_leaf"),
+    (_not_knowing("accelerate.accelerator", "", "prepare_data_loader"), r"not know num_processes, process_index"),
+    (_not_knowing("transformers", "PreTrainedModel", "loss_function"), r"transformers [\d.]+ has .*know _loss_function"),
+    (_unimportable("accelerate.parallelism_config"), r"accelerate\.parallelism_config"),
+    (_without("transformers", "Trainer", "get_tp_size"), r"transformers [\d.]+ has no .*Trainer\.get_tp_size"),
+    (_not_knowing("transformers", "Trainer", "evaluation_loop"), r"Trainer\.evaluation_loop that .* gather_function"),
+]  # fmt: skip
+
+
+def test_a_patch_of_somebody_elses_is_not_asked_what_it_names():
+    from ds_cp import patches
+
+    class Owner:
+        __module__ = "some_library.trainer"
+
+        def method(self): ...
+
+    patches.require(Owner, "method", "why", "a name")  # this file is another library than Owner's
+    Owner.method.__module__ = Owner.__module__
+    with pytest.raises(patches.MissingTargetError, match="some_library has a .*Owner.method that does not know a name"):
+        patches.require(Owner, "method", "why", "a name")
+
+
+DECLARED = [
+    "transformers<6,>=5.2", "deepspeed>=0.1", 'trl>=1.5; extra == "trl"', "nobody-has-this>=3",
+    'transformers<5.9,>=5.2; extra == "tested"', 'trl<1.9,>=1.5; extra == "tested"',
+]  # fmt: skip
+VERSIONS = [  # what is installed, and what a run is told: nothing, one line, a refusal
+    ({"transformers": "5.2.0", "trl": "1.8.7"}, "", ""),
+    ({"transformers": "5.2.0.dev0", "trl": "1.5"}, "", r"transformers 5\.2\.0\.dev0 \(<6,>=5\.2\)"),
+    ({"transformers": "5.9.1", "trl": "1.5"}, r"run with transformers 5\.9\.1 \(.*ds_cp verify", ""),
+    ({"transformers": "6.0", "trl": "2.0"}, "", r"transformers 6\.0 "),
+    ({"transformers": "5.3+local", "trl": "1.10"}, r"run with trl 1\.10 \(", ""),
+    ({"transformers": "5.3", "trl": "1.4"}, "", r"trl 1\.4 "),
+]
+
+
+@pytest.mark.parametrize("installed, told, refused", VERSIONS)
+def test_versions_outside_of_the_range_are_told_or_refused(monkeypatch, installed, told, refused):
+    from ds_cp import patches
+    from ds_cp.config import ConfigError
+    from ds_cp.patches import versions
+
+    def check(rank):
+        versions.ranges.cache_clear(), versions.check.cache_clear()
+        monkeypatch.setenv("RANK", rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            versions.check()
+        return [str(each.message) for each in caught]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(versions.metadata, "requires", lambda name: DECLARED)
+        patched.setattr(versions.metadata, "version", lambda name: installed.get(name, "0.2"))
+        for name in ("trl", "nobody_has_this"):
+            patched.setitem(sys.modules, name, sys) if name == "trl" else patched.delitem(sys.modules, name, False)
+        if refused:
+            with pytest.raises(ConfigError, match=refused):
+                check("0")
+            before = patches.installed()
+            with pytest.raises(ConfigError, match=refused):
+                patches.install()  # what reading a key with size > 1 calls
+            assert patches.installed() == before
+        else:
+            said = check("0")
+            assert (len(said), said == [] or bool(re.search(told, said[0]))) == (bool(told), True)
+            assert check("1") == []
+    versions.ranges.cache_clear(), versions.check.cache_clear()
+
+
+def test_the_pinned_versions_are_inside_of_what_is_declared():
+    from ds_cp.patches import versions
+
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    tested = versions.ranges(versions.TESTED)
+    assert set(tested) >= {"torch", "deepspeed", "transformers", "accelerate", "trl", "peft"}
+    for declared in (tested, versions.ranges(), versions.ranges("trl"), versions.ranges("test")):
+        for name, allowed in declared.items():
+            assert pins[name] in allowed if name in pins else name in ("packaging", "setuptools"), (name, allowed)

@@ -172,6 +172,21 @@ def test_a_recurrent_layer_that_did_not_come_through_is_noticed(workers):
     workers(2).run_expecting_error(step, "1 of 2 attention or recurrent layers went through ds_cp")
 
 
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "causal_conv1d_fn"])
+def test_a_function_that_goes_another_way_is_noticed(workers, name):
+    """As in versions of transformers whose layers keep the function that they were built with, or with a kernel bound later."""
+
+    def step():
+        from transformers.models.qwen3_next import modeling_qwen3_next as kind
+
+        model = subject.changed_model(ModelSpec("qwen3_next"), config_of("ring", 2))
+        setattr(kind, name, getattr(kind, name).__wrapped__)
+        model(**batches.make(DENSE).inputs)
+
+    said = rf"Qwen3NextGatedDeltaNet of transformers .* did not call {name}"
+    workers(2).run_expecting_error(step, said)
+
+
 def test_a_state_from_elsewhere_is_refused(workers):
     def step():
         from transformers.models.qwen3_next import modeling_qwen3_next as kind

@@ -9,6 +9,7 @@ token stands, what the other ranks have. Attention gets it through the mask desc
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Callable, Mapping
@@ -51,6 +52,7 @@ class Region:
         encoder_mask: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
         last_position: the largest position of the whole batch, a tensor without dims.
         attended: the attention modules that came through here, by id: their order.
+        mixed: how often each function of recurrent layers did.
         random: equal on ranks that were seeded alike; what :meth:`seed` starts from.
     """
 
@@ -63,6 +65,7 @@ class Region:
     encoder_mask: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)
+    mixed: Counter[str] = field(default_factory=Counter)
     random: int | None = None
     _agreed: int | None = None
     _schedules: dict[Rule, tuple[Step, ...]] = field(default_factory=dict)

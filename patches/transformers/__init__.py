@@ -5,7 +5,14 @@ from __future__ import annotations
 
 def install() -> None:
     """Everything that is process-wide; models are attached one by one (:mod:`.border`)."""
-    from ds_cp.patches.transformers import attention, trainer
+    from transformers import PreTrainedModel
 
+    from ds_cp import patches
+    from ds_cp.patches.transformers import attention, border, trainer  # noqa: F401, all names that a model needs
+    from ds_cp.patches.transformers.memory import recompute
+
+    why = "checkpointed layers run in the region of their forward"
+    patches.require(PreTrainedModel, "_set_gradient_checkpointing", why, recompute.ATTRIBUTE)
+    patches.require(PreTrainedModel, "loss_function", "the loss counts a group's tokens", "_loss_function")
     attention.install()
     trainer.install()

@@ -16,7 +16,9 @@ def install() -> None:
     """Patch the hook that ``activate_neftune`` puts on the embedding."""
     from transformers.integrations import neftune
 
-    patches.replace(neftune, "neftune_post_forward_hook", _by_whole_length, "noise by the length of the whole sequence")
+    why = "noise by the length of the whole sequence"
+    patches.replace(neftune, "neftune_post_forward_hook", _by_whole_length, why, "neftune_noise_alpha")
+    patches.require(neftune, "activate_neftune", why, "neftune_post_forward_hook")
 
 
 def knows_the_length(embedding: torch.nn.Module) -> bool:

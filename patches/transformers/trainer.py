@@ -19,26 +19,32 @@ def install() -> None:
     it costs a plain loop a second."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    patches.replace(HfTrainerDeepSpeedConfig, "trainer_config_process", _config_process, "batch sizes by dp")
+    patches.replace(
+        HfTrainerDeepSpeedConfig, "trainer_config_process", _config_process, "batch sizes by dp", "world_size"
+    )
 
 
 def _install_trainer() -> None:
     """Patch the Trainer's places that count the world's ranks."""
-    from transformers import Trainer, trainer
+    from transformers import Trainer, TrainingArguments, trainer
 
+    patches.require(TrainingArguments, "__post_init__", "the key is found in its config", "hf_deepspeed_config")
     patches.replace(Trainer, "get_tp_size", _ranks_per_batch, "batch sizes and loss count each group once")
-    patches.replace(Trainer, "_get_num_items_in_batch", _local_count, "a count of one rank holds no batch twice")
+    patches.require(Trainer, "get_total_train_batch_size", "batch sizes count each group once", "get_tp_size")
+    why = "a count of one rank holds no batch twice"
+    patches.replace(Trainer, "_get_num_items_in_batch", _local_count, why, "get_tp_size")
     patches.replace(
         Trainer, "_track_num_input_tokens", _counted_once("num_input_tokens_seen"), "counts each group once"
     )
     patches.replace(Trainer, "store_flos", _counted_once("total_flos"), "counts each group once")
     patches.replace(Trainer, "_get_train_sampler", _sampler, "samplers that go by rank go by data-parallel rank")
-    patches.replace(Trainer, "evaluation_loop", _gathering, "samples of a group are gathered once")
-    patches.replace(Trainer, "evaluate", _evaluating, "steps per second by data-parallel rank")
-    patches.replace(Trainer, "predict", _evaluating, "steps per second by data-parallel rank")
+    patches.replace(Trainer, "evaluation_loop", _gathering, "samples of a group are gathered once", "gather_function")
+    why = "steps per second by data-parallel rank"
+    patches.replace(Trainer, "evaluate", _evaluating, why, "speed_metrics")
+    patches.replace(Trainer, "predict", _evaluating, why, "speed_metrics")
+    patches.replace(trainer, "speed_metrics", _speed, why, "num_samples", "num_steps")
     smoothing.install()
     neftune.install()
-    patches.replace(trainer, "speed_metrics", _speed, "steps per second by data-parallel rank")
 
 
 def _config_process(original: Callable) -> Callable:

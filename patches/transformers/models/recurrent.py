@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from types import MethodType
 from typing import Any, Callable, Iterable, Mapping
 
@@ -128,7 +129,36 @@ def _layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     if runs_whole(type(self)):
         return _run_whole(region, self, original, args, kwargs)
-    return original(*args, **{name: None if _is_mask(name, value) else value for name, value in kwargs.items()})
+    before = _mixed_so_far(region)
+    out = original(*args, **{name: None if _is_mask(name, value) else value for name, value in kwargs.items()})
+    _refuse_bypassed(self, region, before)
+    return out
+
+
+@torch.compiler.disable
+def _mixed_so_far(region: Region) -> Counter[str]:
+    return region.mixed.copy()
+
+
+@torch.compiler.disable
+def _refuse_bypassed(layer: torch.nn.Module, region: Region, before: Counter[str]) -> None:
+    """Raise where a layer went another way than through what was put in place: a version of transformers that keeps a
+    function in the layer, or a kernel that somebody has bound.
+
+    Raises:
+        BatchError: names the layer and the functions.
+    """
+    kind = type(layer)
+    wanted = set(_functions(kind)) - FUSED
+    if kind.__name__ in PARTS:
+        wanted.add(PARTS[kind.__name__][0])
+    bypassed = sorted(wanted - (region.mixed - before).keys())
+    if bypassed:
+        raise BatchError(
+            f"{kind.__name__} of {patches.library(kind)} did not call {', '.join(bypassed)} where ds_cp has put its own: what mixes "
+            "tokens there saw this rank's shard only. Use another version of that library, leave out kernels that were bound to "
+            "the layer, or take the key out for this model."
+        )
 
 
 def _is_mask(name: str, value: Any) -> bool:
@@ -189,7 +219,7 @@ def _function(name: str, original: Callable) -> Callable:
         region = current()
         if region is None:
             return original(*args, **kwargs)
-        return _mixed(region, original, dims, out_dims, args, kwargs)
+        return _mixed(region, name, original, dims, out_dims, args, kwargs)
 
     return shared
 
@@ -209,11 +239,18 @@ def _part(owner: str, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     original, region = MethodType(type(self).forward, self), current()
     if region is None:
         return original(*args, **kwargs)
-    return _mixed(region, original, *PARTS[owner][1:], args, kwargs)
+    name, dims, out_dims = PARTS[owner]
+    return _mixed(region, name, original, dims, out_dims, args, kwargs)
 
 
 def _mixed(
-    region: Region, original: Callable, dims: Mapping[str, str], out_dims: str, args: tuple, kwargs: dict
+    region: Region,
+    name: str,
+    original: Callable,
+    dims: Mapping[str, str],
+    out_dims: str,
+    args: tuple,
+    kwargs: dict,
 ) -> Any:
     names, rest = [*dims], []
 
@@ -225,5 +262,6 @@ def _mixed(
 
     run.__name__ = getattr(original, "__name__", type(original).__name__)
     given = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in FACTS}
+    region.mixed[name] += 1
     out = region.mix(run, given, dims, out_dims)
     return (out, *(None for _ in rest)) if rest else out  # states of a part of the heads are of no use to anyone
