@@ -30,7 +30,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19",
-        "transformers>=5.16,<6",
+        "transformers>=5.19,<6",
         "accelerate>=1.15",
         "packaging>=22",
         "pydantic>=2",
@@ -42,7 +42,7 @@ setup(
         "tested": [
             "torch==2.13.*",
             "deepspeed>=0.19,<0.20",
-            "transformers>=5.16,<5.25",
+            "transformers>=5.19,<5.25",
             "accelerate>=1.15,<1.16",
             "trl>=1.16,<1.17",
             "peft>=0.19.1,<0.22",

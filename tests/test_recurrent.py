@@ -180,7 +180,7 @@ def test_a_function_that_goes_another_way_is_noticed(workers, name):
         from transformers.models.qwen3_next import modeling_qwen3_next as kind
 
         model = subject.changed_model(ModelSpec("qwen3_next"), config_of("ring", 2))
-        setattr(kind, name, getattr(kind, name).__wrapped__)
+        setattr(kind, name, inspect.unwrap(getattr(kind, name)))
         model(**batches.make(DENSE).inputs)
 
     said = rf"Qwen3NextGatedDeltaNet of transformers .* did not call {name}"

@@ -31,6 +31,7 @@ def _install_trainer() -> None:
     patches.require(TrainingArguments, "__post_init__", "the key is found in its config", "hf_deepspeed_config")
     patches.replace(Trainer, "get_tp_size", _ranks_per_batch, "batch sizes and loss count each group once")
     patches.require(Trainer, "get_total_train_batch_size", "batch sizes count each group once", "get_tp_size")
+    patches.require(Trainer, "compute_loss", "the loss counts each group once", "get_tp_size")
     why = "a count of one rank holds no batch twice"
     patches.replace(Trainer, "_get_num_items_in_batch", _local_count, why, "get_tp_size")
     patches.replace(
