@@ -55,6 +55,7 @@ ADAPTERS = {
     "p-tuning": p_tuning,
     "adaption prompt": adaption_prompt,
     "trainable tokens": lambda: lora(trainable_token_indices={"embed_tokens": [3, 5, 7]}),
+    "mlps only": lambda: lora(target_modules=["down_proj"]),
 }
 
 
@@ -117,11 +118,18 @@ def check(workers, folder, name, stage, cp, quantised=None):
 CASES = [(name, (1, 2, 3)[index % 3], ("ring", "ulysses")[index % 2]) for index, name in enumerate(ADAPTERS)]
 
 
-@pytest.mark.parametrize("name, stage, method", [*CASES, ("lora", 3, "ring"), ("dora", 3, "ulysses")])
+@pytest.mark.parametrize(
+    "name, stage, method", [*CASES, ("lora", 3, "ring"), ("dora", 3, "ulysses"), ("mlps only", 3, "ring")]
+)
 def test_gradients_of_adapters_are_exact_and_only_theirs(workers, tmp_path, name, stage, method):
     check(workers, tmp_path, name, stage, {"size": 2, "method": method})
     saved = tmp_path / "adapter_config.json"
     assert not saved.exists() or "ds_cp" not in json.dumps(json.loads(saved.read_text()))
+
+
+def test_layers_in_tiles_learn_behind_frozen_embeddings(workers, tmp_path):
+    """Nothing before the first layer asks for a gradient."""
+    check(workers, tmp_path, "lora", 3, {"size": 2, "method": "ring", "offload_kv": 16})
 
 
 @pytest.mark.parametrize("stage", [2, 3])

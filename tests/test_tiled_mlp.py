@@ -106,6 +106,22 @@ def test_weights_of_many_tiles_are_summed_in_fp32():
     assert (tiled.double() - precise).norm() <= 1.5 * (whole.double() - precise).norm()
 
 
+class OneGradientForTwo(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.more = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+
+    def forward(self, x):
+        return x @ (self.base + self.more)
+
+
+def test_parameters_that_are_added_to_each_other_do_not_share_a_sum():
+    module, x = OneGradientForTwo(), torch.arange(12.0).view(4, 3)
+    run_in_tiles(module, module.forward, x, 1).sum().backward()
+    for parameter in module.parameters():
+        assert torch.equal(parameter.grad, x.sum(0)[:, None].expand(3, 3))
+
+
 def test_an_adapter_inside_of_an_mlp_learns(workers):
     peft = pytest.importorskip("peft")
 

@@ -66,7 +66,8 @@ class Gradients:
             if part is None:
                 continue
             if self._sums[index] is None:
-                self._sums[index] = part.to(torch.promote_types(part.dtype, torch.float32))
+                # a copy: parameters that are added to each other have one gradient, in one memory
+                self._sums[index] = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
             else:
                 self._sums[index].add_(part)
         return of_leaves
