@@ -48,11 +48,12 @@ def watch_config() -> None:
 
         return __init__
 
-    patches.replace(DeepSpeedConfig, "__init__", make, "reads the key; batch arithmetic by data-parallel rank", "mpu")
+    patches.replace(DeepSpeedConfig, "__init__", make, "reads the key; batch arithmetic by data-parallel rank")
 
 
 def install() -> None:
     """Attach the model before the engine wraps it; samplers of ``training_data`` by data-parallel rank."""
+    from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import z3_leaf_module
 
@@ -97,6 +98,7 @@ def install() -> None:
         return resize
 
     why = "batch arithmetic by data-parallel rank"
+    patches.require(DeepSpeedConfig, "__init__", why, "mpu")
     patches.replace(DeepSpeedEngine, "set_train_batch_size", make_resize, why, "dp_world_size")
     patches.replace(DeepSpeedEngine, "set_train_micro_batch_size", make_resize, why, "dp_world_size")
     patches.replace(DeepSpeedEngine, "__init__", make_init, "attaches the model to the groups of its config")

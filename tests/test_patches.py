@@ -284,11 +284,13 @@ def _unimportable(module):
 
 SPOILED = [
     (_without("deepspeed.runtime.engine", "DeepSpeedEngine", "deepspeed_io"), r"deepspeed [\d.]+ has no .*\.deepspeed_io"),
+    (_not_knowing("deepspeed.runtime.config", "DeepSpeedConfig", "__init__"), r"DeepSpeedConfig\.__init__ .* not know mpu"),
     (_not_knowing("deepspeed.utils.z3_leaf_module", "", "z3_leaf_module"), r"deepspeed [\d.]+ has .* not know _z3_leaf"),
     (_not_knowing("accelerate.accelerator", "", "prepare_data_loader"), r"not know num_processes, process_index"),
     (_not_knowing("transformers", "PreTrainedModel", "loss_function"), r"transformers [\d.]+ has .*know _loss_function"),
     (_unimportable("accelerate.parallelism_config"), r"accelerate\.parallelism_config"),
     (_without("transformers", "Trainer", "get_tp_size"), r"transformers [\d.]+ has no .*Trainer\.get_tp_size"),
+    (_not_knowing("transformers", "Trainer", "compute_loss"), r"Trainer\.compute_loss that .* get_tp_size"),
     (_not_knowing("transformers", "Trainer", "evaluation_loop"), r"Trainer\.evaluation_loop that .* gather_function"),
 ]  # fmt: skip
 
