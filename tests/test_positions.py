@@ -113,3 +113,15 @@ def test_a_refused_batch_leaves_nothing_behind(workers):
         return alive() is None
 
     assert workers(2).run(refused_then_good) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["cache_length", "past_key_values_length"])
+def test_a_table_that_counts_by_itself_is_known_by_either_name_of_its_count(name):
+    """transformers 5.24 renamed it; a table that is not known would count each shard from 0, silently."""
+    from ds_cp.patches.transformers.models import positions
+
+    names: dict = {}
+    exec(f"def forward(self, input_ids, {name}=0, position_ids=None): ...", names)
+    kind = type("SomePositionalEmbedding", (torch.nn.Embedding,), {"forward": names["forward"]})
+    kind.__module__ = "transformers.models.some.modeling_some"
+    assert positions._kind(kind(4, 2)) is positions._tell

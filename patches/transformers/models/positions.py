@@ -19,6 +19,9 @@ from ds_cp.forward.running import current
 from ds_cp.patches.transformers import batch as batches
 
 EMBEDDING = re.compile("Position(al)?Embedding")
+CACHE_LENGTH = frozenset({"cache_length", "past_key_values_length"})
+"""How such a module calls the number of tokens before those that it sees, since transformers 5.24 and before."""
+
 BY_PADDING = "create_position_ids_from_input_ids"
 """What RoBERTa and its like call their count of tokens that are no padding."""
 
@@ -61,7 +64,7 @@ def _kind(module: torch.nn.Module) -> Callable | None:
     names = [*inspect.signature(kind.forward).parameters][1:]
     if _by_padding(module) is not None and {"input_ids", "position_ids"} <= {*names}:
         return _tell_unless_given
-    if EMBEDDING.search(kind.__name__) and "cache_length" in names:
+    if EMBEDDING.search(kind.__name__) and not CACHE_LENGTH.isdisjoint(names):
         return _tell if "position_ids" in names[1:] else _run_whole
     return None
 
