@@ -42,7 +42,7 @@ def attend(
     """Attention of this rank's queries over the group's keys.
 
     Args:
-        query: [B, H, L, d].
+        query: [B, H, L, d], or with more channels than keys have, for terms and sinks that read them.
         key: [B, h, L, d], h divides H.
         value: [B, h, L, dv].
         make_exchange: how rows travel; its schedule holds the tiles.
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
         else:
             (grad_out,) = heads.to_heads("backward", (grad_out,))
         grads, d_tables = _backward(grad_out, q, k, v, out, lse, ctx.call)
-        d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
+        d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)  # per query: a channel of dq
         dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes))
         return *heads.to_tokens("backward", (dq,), (dk, dv)), d_sinks, None, *d_tables
 
@@ -112,17 +112,19 @@ class _Attention(torch.autograd.Function):
 def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange, kernel, merge: (out in q's dtype, lse) over all keys."""
     exchange, precise = call.make_exchange("forward"), torch.promote_types(q.dtype, torch.float32)
+    q, beside = _apart(q, k)
     pieces, queries, _ = plan(exchange.steps, call.kernel, q.device, q.size(0))
     out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if queries.alone else precise, queries.gaps)
     lse = Sum(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
     for (step, k_rows, v_rows), of_step in zip(exchange.pieces(k, v), pieces):  # rows arrive
-        for (work, q_at, k_at), score in _scored(of_step, step, call):  # tiles of these rows
+        for (work, q_at, k_at), score in _scored(of_step, step, call, beside):  # tiles of these rows
             part, part_lse = call.kernel.forward(q_at.of(q), k_at.of(k_rows), k_at.of(v_rows), work, score)
             if q_at.first:
                 out.put(q_at, part)
                 lse.put(q_at, part_lse)
             else:
                 merge(q_at.of(out.total), q_at.of(lse.total), part, part_lse)
+    sinks = beside[..., -1] if call.score.sinks_beside else sinks
     if sinks is not None:
         fold_in(out.total, lse.total, sinks)
     return out.total.to(q.dtype), lse.total
@@ -131,6 +133,8 @@ def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
 def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Exchange, kernel, dK and dV home: (dq, dk, dv) in the accumulator's precision, and the tables' gradients."""
     exchange, precise = call.make_exchange("backward"), lse.dtype
+    q, beside = _apart(q, k)
+    d_beside = torch.zeros_like(beside, dtype=precise)
     pieces, queries, keys = plan(exchange.steps, call.kernel, q.device, q.size(0))
     d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in call.score.tables)
     call = call._replace(score=replace(call.score, gradients=d_tables))
@@ -143,7 +147,7 @@ def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tens
         if leaves:
             parcel = parcels.rows(q, (count(step.rows), *k.shape[:2], k.size(-1) + v.size(-1)), precise)
             dk, dv = (Sum(x.shape, x, precise, covered.gaps, total=x) for x in as_heads(parcel, k.size(-1)))
-        for (work, q_at, k_at), score in _scored(of_step, step, call):
+        for (work, q_at, k_at), score in _scored(of_step, step, call, beside, d_beside):
             parts = call.kernel.backward(
                 q_at.of(grad_out), q_at.of(q), k_at.of(k_rows), k_at.of(v_rows), q_at.of(out), q_at.of(lse), work, score
             )
@@ -152,7 +156,10 @@ def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tens
         if leaves:
             exchange.send_home(step, parcel, _totals(own))
     exchange.finish(_totals(own))
-    return [dq.total, *_totals(own)], [grad.to(table.dtype) for grad, table in zip(d_tables, call.score.tables)]
+    if call.score.sinks_beside:
+        d_beside[..., -1] = sink_gradient(grad_out, out, lse, beside[..., -1])
+    d_query = torch.cat([dq.total, d_beside], dim=-1) if beside.size(-1) else dq.total
+    return [d_query, *_totals(own)], [grad.to(table.dtype) for grad, table in zip(d_tables, call.score.tables)]
 
 
 def _totals(sums: Sequence[Sum]) -> Pair:
@@ -160,7 +167,14 @@ def _totals(sums: Sequence[Sum]) -> Pair:
     return dk.total, dv.total
 
 
-def _scored(pieces: Sequence[Piece], step: Step, call: _Call) -> Iterator[tuple[Piece, Score]]:
+def _apart(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    """The channels of queries that meet the keys, and those behind them."""
+    return [*q.split([k.size(-1), q.size(-1) - k.size(-1)], dim=-1)]
+
+
+def _scored(
+    pieces: Sequence[Piece], step: Step, call: _Call, beside: torch.Tensor, d_beside: torch.Tensor | None = None
+) -> Iterator[tuple[Piece, Score]]:
     """The calls of the kernel in a step, each with its score rule."""
     if not call.score.needs_positions:
         yield from ((piece, call.score) for piece in pieces)
@@ -169,5 +183,6 @@ def _scored(pieces: Sequence[Piece], step: Step, call: _Call) -> Iterator[tuple[
         q_positions, k_positions = call.locate(step)
         for piece in pieces:
             batch, _, q_rows = piece.q.index
-            where = Where(batch, q_positions[q_rows], k_positions[piece.k.index[2]])
+            channels = (None if x is None else piece.q.of(x) for x in (beside, d_beside))
+            where = Where(batch, q_positions[q_rows], k_positions[piece.k.index[2]], *channels)
             yield piece, call.score.at(where)

@@ -62,20 +62,26 @@ fused = Compiled(in_passes)
 
 
 def fold_in(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Let a score per head without a value take part in the softmax, in place.
+    """Let a score per head, or per query, without a value take part in the softmax, in place.
 
     Args:
         out: [B, H, L, d], over all keys.
         lse: [B, H, L].
-        sinks: [H].
+        sinks: [H], or [B, H, L].
     """
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    total = torch.logaddexp(lse, _per_query(sinks, lse))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
 
 
 def sink_gradient(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The gradient of the sinks, [H], from this rank's queries: a sink's value is 0, so only the normalisation feels it."""
-    probability = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    """The gradient of the sinks, [H] or [B, H, L], from this rank's queries: a sink's value is 0, so only the normalisation
+    feels it."""
+    probability = torch.exp(_per_query(sinks, lse) - lse)
     felt = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -(probability * felt).sum((0, 2)).to(sinks.dtype)
+    gradient = -(probability * felt)
+    return (gradient.sum((0, 2)) if sinks.dim() == 1 else gradient).to(sinks.dtype)
+
+
+def _per_query(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return (sinks.view(1, -1, 1) if sinks.dim() == 1 else sinks).to(lse.dtype)

@@ -13,11 +13,20 @@ import torch
 
 
 class Where(NamedTuple):
-    """Which part of the whole batch a tile is: batch rows, and global positions of its queries [m] and keys [n]."""
+    """Which part of the whole batch a tile is.
+
+    Attributes:
+        batch: its rows.
+        q, k: global positions of its queries [m] and keys [n].
+        beside: [B, H, m, c], the channels of its queries behind those that meet the keys; a term may read them.
+        d_beside: the same of their gradient, to add to; None in the forward pass.
+    """
 
     batch: slice
     q: torch.Tensor
     k: torch.Tensor
+    beside: torch.Tensor | None = None
+    d_beside: torch.Tensor | None = None
 
 
 class Term(Protocol):
@@ -77,6 +86,7 @@ class Score:
         dropout: of the probabilities.
         sinks: [H], a score per query head that takes part in the softmax and has no value; the engine folds it in after
             the merge, kernels never see it.
+        sinks_beside: whether each query has such a score of its own instead, its last channel.
         where: set by the engine for one tile, if :attr:`needs_positions`.
         gradients: set by the engine in the backward pass: one buffer per table of :attr:`tables`.
     """
@@ -86,6 +96,7 @@ class Score:
     terms: tuple[Term, ...] = ()
     dropout: Dropout | None = None
     sinks: torch.Tensor | None = None
+    sinks_beside: bool = False
     where: Where | None = None
     gradients: tuple[torch.Tensor, ...] = ()
 

@@ -70,6 +70,43 @@ class Bucketed:
 
 
 @dataclass(frozen=True, eq=False)
+class Profiles:
+    """A bias that each query mixes out of learned profiles over the distance to the keys before it; 0 beyond them.
+
+    The weights of the mix are channels of the query behind those that meet the keys, so they travel with it.
+
+    Attributes:
+        table: [c, extent], c profiles of the bias at distances 0 to extent - 1.
+    """
+
+    table: torch.Tensor
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        index, outside = self._index(where)
+        return (self._weights(where, dtype) @ self.table.to(dtype)).gather(-1, index).masked_fill(outside, 0)
+
+    def of_heads(self, heads: slice) -> "Profiles":
+        return self
+
+    def gradient(self, d_scores: torch.Tensor, where: Where) -> torch.Tensor:
+        """The table's gradient [c, extent] from that of a tile's scores [B, H, m, n]; adds that of the weights."""
+        index, outside = self._index(where)
+        by_distance = d_scores.new_zeros((*d_scores.shape[:3], self.table.size(1)))
+        by_distance.scatter_add_(-1, index, d_scores.masked_fill(outside, 0))
+        where.d_beside[..., : self.table.size(0)] += by_distance @ self.table.to(d_scores.dtype).T
+        return torch.einsum("bhmc,bhme->ce", self._weights(where, d_scores.dtype), by_distance)
+
+    def _weights(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        return where.beside[..., : self.table.size(0)].to(dtype)
+
+    def _index(self, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distances as far as profiles go, int64 [B, H, m, n], and which are none of theirs, [m, n]."""
+        distance = where.q[:, None] - where.k[None, :]
+        index = distance.clamp(0, self.table.size(1) - 1)
+        return index.expand(*where.beside.shape[:2], -1, -1), distance != index
+
+
+@dataclass(frozen=True, eq=False)
 class Whole:
     """A mask or bias that is given whole, [B or 1, H or 1, S, S], and cut per tile; bool hides where it is False."""
 

@@ -123,6 +123,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # three blocks of four keys: fewer than a row has
     "minimax_m3_vl_text": {"index_n_heads": KEY_HEADS, "index_block_size": 4, "index_topk_blocks": 3, "index_head_dim": 16},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HEADS * HEAD_DIM, "attention_window_size": 6},
+    **{
+        # one layer of each kind; logarithmic scales that begin inside a row, and profiles shorter than it
+        name: {
+            "num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"], "swa_num_attention_heads": HEADS,
+            "sliding_window_size": 6, "rel_extent": 11, "d_rel": 4, "log_scaling_n_floor": 5, "unpadded_vocab_size": VOCAB,
+        }
+        for name in ("inkling_text", "inkling2_text")
+    },
+    "inkling2_loop_text": {
+        "num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "swa_num_attention_heads": HEADS,
+        "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2, "loop_gate_rank": 8,
+        "n_layers_per_attn_res_block": 2, "sliding_window_size": 6, "rel_extent": 11, "d_rel": 4, "log_scaling_n_floor": 5,
+        "unpadded_vocab_size": VOCAB,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 16, "n_groups": 2},
     "zamba": {

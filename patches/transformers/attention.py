@@ -7,7 +7,7 @@ to the region. Outside of one both behave as transformers' SDPA.
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Dropout, Score, Term
+from ds_cp.attention.terms import Profiles
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.forward.running import current, current_head, is_running
 from ds_cp.patches.transformers import masks
@@ -30,12 +31,29 @@ ADDITIVE_MASK = frozenset(
 )
 """Model types whose own attention, which runs outside a region, adds its mask to the scores."""
 
+ACROSS_LAYERS = frozenset(
+    {"Inkling2BlockAttentionResidual", "Inkling2LoopBlockAttentionResidual", "Inkling2LoopMessageAttentionResidual"}
+)
+"""Classes in which a token attends to what layers before made of it, so that nothing is shared."""
+
 HARMLESS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states return_dict num_items_in_batch "
     "is_causal sliding_window position_embeddings labels shift_labels logits_to_keep layer_idx cache past_key_values "
     "output_router_logits deterministic ignore_index".split()
 )
 """Arguments that do not change the scores: the mask descriptor is the authority on windows and causality."""
+
+
+class QueryBias(NamedTuple):
+    """A bias that each query mixes out of profiles over the distance to the keys before it (Inkling).
+
+    Attributes:
+        weights: [B, H, L, c].
+        profiles: [c, extent].
+    """
+
+    weights: torch.Tensor
+    profiles: torch.Tensor
 
 
 def install() -> None:
@@ -95,6 +113,7 @@ def attention_forward(
 
     ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only. ``indices`` or ``block_indices`` are
     the keys or blocks of keys that an indexer has chosen (:func:`.indexed.choose`), outside of a region by the model's own code.
+    Among ``kwargs`` may be ``position_bias``, a :class:`QueryBias` inside a region, and ``sinks`` [B, H, L, 1], a score per query.
     """
     if not isinstance(attention_mask, MaskDescriptor):
         chosen = indices, block_indices, kwargs.get("position_ids")
@@ -103,7 +122,7 @@ def attention_forward(
         seen, kwargs = attention_mask.mask, kwargs | {"is_causal": False}
         return _unshared(module, query, key, value, seen, dropout, scaling, softcap=softcap, s_aux=s_aux, **kwargs)
     if not isinstance(attention_mask, MaskDescriptor):
-        if current() is not None:
+        if current() is not None and type(module).__name__ not in ACROSS_LAYERS:
             raise BatchError(
                 f"{type(module).__name__} got {kind(attention_mask)} instead of the mask of the shared sequence: it would "
                 "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
@@ -116,6 +135,8 @@ def attention_forward(
             f"{type(module).__name__} attends to {key.size(-2)} keys with {query.size(-2)} queries in a shared forward: the "
             "keys are not the sequence that is shared, so a mask of it does not fit them."
         )
+    scaling = query.size(-1) ** -0.5 if scaling is None else scaling
+    query, profiles, sinks_beside = _with_channels(query, kwargs)
     strange = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
     if strange:
         layer = f" (layer {module.layer_idx})" if getattr(module, "layer_idx", None) is not None else ""
@@ -129,11 +150,12 @@ def attention_forward(
         terms = (*terms, indexed.term(module, attention_mask, query.size(1), chosen))
     layer = region.attended.setdefault(id(module), len(region.attended))
     score = Score(
-        query.size(-1) ** -0.5 if scaling is None else scaling,
+        scaling,
         softcap=softcap,
-        terms=attention_mask.terms + terms,
+        terms=attention_mask.terms + terms + profiles,
         dropout=Dropout(dropout, region.seed(layer)) if dropout else None,
         sinks=s_aux,
+        sinks_beside=sinks_beside,
     )
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
@@ -144,9 +166,27 @@ def attention_forward(
     return region.attend(query, key, value, attention_mask.rule, score).transpose(1, 2).contiguous(), None
 
 
-def _unshared(module, query, key, value, mask, dropout, scaling, softcap, s_aux, **kwargs) -> tuple[torch.Tensor, None]:
+def _with_channels(query: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[Term, ...], bool]:
+    """The query with what it alone decides on in further channels, taken out of ``kwargs``: so it travels with it, and so does
+    its gradient. Beside it the term that reads them, and whether the last is a sink."""
+    channels, profiles, bias = [query], (), kwargs.get("position_bias")
+    if isinstance(bias, QueryBias):
+        del kwargs["position_bias"]
+        channels, profiles = [query, bias.weights], (Profiles(bias.profiles),)
+    sinks = kwargs.pop("sinks", None)
+    if sinks is not None:
+        channels.append(sinks)
+    if len(channels) > 1:
+        query = torch.cat([x.to(query.dtype) for x in channels], dim=-1)
+    return query, profiles, sinks is not None
+
+
+def _unshared(
+    module, query, key, value, mask, dropout, scaling, softcap, s_aux, sinks=None, **kwargs
+) -> tuple[torch.Tensor, None]:
     """Attention over keys that this rank holds: SDPA, or the model's own eager attention for what SDPA would drop."""
-    extra = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
+    dropped = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
+    extra = {name: given for name, given in dropped.items() if given is not None}
     attend = sdpa_attention_forward
     if extra:
         causal = kwargs.get("is_causal") is not False  # False for cross attention

@@ -166,6 +166,7 @@ _CASTING = {
     torch.nn.functional.softmax,
     torch.softmax,
     torch.Tensor.softmax,
+    torch.zeros_like,
 }
 
 

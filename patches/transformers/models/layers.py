@@ -9,7 +9,8 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ds_cp.patches.transformers.models import families, indexed
+from ds_cp.patches.transformers.attention import ACROSS_LAYERS
+from ds_cp.patches.transformers.models import families, indexed, inkling
 from ds_cp.patches.transformers.models.code import names_in
 from ds_cp.patches.transformers.models.recurrent import is_shared
 
@@ -55,8 +56,11 @@ def mixers(decoder: torch.nn.Module) -> int:
 
 
 def with_own_bias(decoder: torch.nn.Module) -> list[str]:
-    """Attention modules that compute a bias of their own from queries and distances (Inkling)."""
-    return _outermost(decoder, lambda module: any(hasattr(module, name) for name in OWN_BIAS))
+    """Attention modules that compute a bias of their own from queries and distances, in a way that ds_cp does not know."""
+    known = {type(None).__name__, *inkling.BIASES}
+    return _outermost(
+        decoder, lambda module: any(type(getattr(module, name, None)).__name__ not in known for name in OWN_BIAS)
+    )
 
 
 def attends(decoder: torch.nn.Module) -> bool:
@@ -105,7 +109,8 @@ def _own_modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    return ATTENTION.search(type(module).__name__) is not None
+    name = type(module).__name__
+    return ATTENTION.search(name) is not None and name not in ACROSS_LAYERS
 
 
 def _is_recurrent(module: torch.nn.Module) -> bool:
@@ -118,5 +123,10 @@ def _reaches_interface(module: torch.nn.Module) -> bool:
 
 def _attends_itself(module: torch.nn.Module) -> bool:
     kind = type(module)
-    replaced = families.replaced(kind) is not None and kind.__name__ not in indexed.INDEXERS
-    return replaced or (not isinstance(module, PreTrainedModel) and "ALL_ATTENTION_FUNCTIONS" in names_in(kind))
+    if (
+        kind.__name__ in families.BESIDE_ATTENTION
+        or kind.__name__ in ACROSS_LAYERS
+        or isinstance(module, PreTrainedModel)
+    ):
+        return False
+    return families.replaced(kind) is not None or "ALL_ATTENTION_FUNCTIONS" in names_in(kind)

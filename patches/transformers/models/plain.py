@@ -22,7 +22,7 @@ from ds_cp.patches.transformers.attention import attention_forward
 def projected(original: Callable, self: Any, hidden_states, *args, **kwargs):
     """TrOCR, XGLM, MVP: BART's attention before it knew the interface. [B, L, hidden] to the same."""
     mask = kwargs.get("attention_mask")
-    if _runs_alone(self, mask):
+    if runs_alone(self, mask):
         return original(hidden_states, *args, **kwargs)
     if kwargs.get("attn_prompt") is not None:
         raise BatchError(
@@ -41,7 +41,7 @@ def projected(original: Callable, self: Any, hidden_states, *args, **kwargs):
 
 def bert(original: Callable, self: Any, hidden_states, attention_mask=None, *args, **kwargs):
     """MegatronBERT, RemBERT, RoFormer, BigBird's full attention: BERT's attention before it knew the interface."""
-    if _runs_alone(self, attention_mask):
+    if runs_alone(self, attention_mask):
         return original(hidden_states, attention_mask, *args, **kwargs)
     other, rotary = kwargs.get("encoder_hidden_states"), kwargs.get("sinusoidal_pos")
     states = hidden_states if other is None else other
@@ -60,7 +60,7 @@ def bert(original: Callable, self: Any, hidden_states, attention_mask=None, *arg
 
 def gpt_neox_japanese(original: Callable, self: Any, query, key, value, attention_mask=None):
     """GPTNeoXJapaneseAttention._attn: q, k, v [B, H, L, d] to [B, H, L, d]."""
-    if _runs_alone(self, attention_mask):
+    if runs_alone(self, attention_mask):
         return original(query, key, value, attention_mask)
     rate = self.attention_dropout.p if self.training else 0.0
     out, _ = attention_forward(self, query, key, value, attention_mask, rate, 1 / self.norm_factor)
@@ -69,7 +69,7 @@ def gpt_neox_japanese(original: Callable, self: Any, query, key, value, attentio
 
 def gpt_neo(original: Callable, self: Any, query, key, value, attention_mask=None):
     """GPTNeoSelfAttention._attn: scores are not scaled, and every other layer sees a window."""
-    if _runs_alone(self, attention_mask):
+    if runs_alone(self, attention_mask):
         return original(query, key, value, attention_mask)
     if self.attention_type == "local":
         window = Band(self.config.window_size - 1, OPEN)
@@ -92,7 +92,7 @@ def openai(original: Callable, self: Any, q, k, v, attention_mask=None, output_a
 
 def doge(original: Callable, self: Any, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
     """DogeAttention: a learned bias per key and key head, which becomes one more head dim: q = (q, 1), k = (k, bias)."""
-    if _runs_alone(self, attention_mask):
+    if runs_alone(self, attention_mask):
         return original(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
     seq_len = attention_mask.region.layout.seq_len
     if seq_len > self.keep_window_size:
@@ -117,7 +117,7 @@ def doge(original: Callable, self: Any, hidden_states, position_embeddings, atte
     return self.o_proj(out.flatten(2)), None
 
 
-def _runs_alone(module: torch.nn.Module, mask: Any) -> bool:
+def runs_alone(module: torch.nn.Module, mask: Any) -> bool:
     """Whether a layer is outside of any region.
 
     Raises:

@@ -1,0 +1,120 @@
+"""A bias that each query mixes out of learned profiles over the distance, and a sink per query: Inkling, and the formulas."""
+
+import pytest
+import torch
+
+from ds_cp.attention import in_process
+from ds_cp.attention.attend import attend
+from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.kernels.reference import ReferenceKernel
+from ds_cp.attention.score import Score
+from ds_cp.attention.terms import Profiles
+from ds_cp.layout import Layout
+from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL
+from ds_cp.mask.schedule import schedule
+from harness import engine, oracle, subject
+from harness.attention import inputs
+from harness.batches import BatchSpec
+from harness.cases import config_of
+from harness.models import ModelSpec
+from harness.oracle import truth
+
+PACKED = BatchSpec("packed", 3, 53)
+LEFT, RIGHT = BatchSpec("left_pad", 3, 37), BatchSpec("right_pad", 3, 37)
+
+
+def whole(query, key, value, table):
+    """The formulas: [B, H, S, S] at once."""
+    q, weights, sinks = query.split([key.size(-1), table.size(0), 1], dim=-1)
+    index = torch.arange(q.size(2))
+    distance = index[:, None] - index[None, :]
+    inside = (distance >= 0) & (distance < table.size(1))
+    bias = torch.where(inside, (weights @ table)[..., index[:, None], distance.clamp(0, table.size(1) - 1)], 0)
+    scores = (q @ key.transpose(-1, -2)) * 0.3 + bias
+    scores = scores.masked_fill(distance < 0, -torch.inf)
+    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1] @ value
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, "contiguous"), (2, "zigzag"), (3, "contiguous")])
+def test_what_travels_with_the_queries_equals_the_formulas(ranks, layout):
+    length, extent, profiles = 37, 9, 3
+    q, k, v, grad_out = inputs(2, 4, 4, length, 8, 8)
+    q = torch.cat([q, torch.randn(2, 4, length, profiles + 1, dtype=torch.float64)], dim=-1)
+    table = torch.randn(profiles, extent, dtype=torch.float64)
+    cut, segments = Layout(length, ranks, 1, layout), Documents.find(2, length).segments(CAUSAL)
+
+    def rank(group):
+        own = table.clone().requires_grad_()
+        local = [cut.shard(x, 2, group.rank).requires_grad_() for x in (q, k, v)]
+        owned = [torch.cat([torch.arange(*run) for run in runs]) for runs in cut.ring_runs]
+        out = attend(
+            *local,
+            lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
+            ReferenceKernel(),
+            Score(0.3, terms=(Profiles(own),), sinks_beside=True),
+            lambda step: (owned[group.rank], select(owned[step.source], step.rows)),
+        )
+        out.backward(cut.shard(grad_out, 2, group.rank))
+        return [out.detach(), *(x.grad for x in local)], own.grad
+
+    results, of_tables = zip(*in_process.run(ranks, rank, timeout=10))
+    got = [torch.cat(parts, dim=2).index_select(2, cut.unshard_index) for parts in zip(*results)]
+    want = [x.clone().requires_grad_() for x in (q, k, v, table)]
+    out = whole(*want)
+    out.backward(grad_out)
+    for a, b in zip([*got, sum(of_tables)], [out.detach(), *(x.grad for x in want)], strict=True):
+        assert (a - b).norm() <= 1e-10 * b.norm()
+
+
+CASES = [
+    ("inkling_text", ("ring", 3), PACKED),
+    ("inkling_text", ("ulysses", 2), LEFT),
+    ("inkling2_text", ("hybrid", 4), PACKED),
+    ("inkling2_loop_text", ("ring", 2), RIGHT),
+]
+
+
+@pytest.mark.parametrize(
+    "model_type, way, batch", CASES, ids=[f"{t}-{way[0]}{way[1]}-{batch.kind}" for t, way, batch in CASES]
+)
+def test_gradients_equal_each_document_alone(workers, model_type, way, batch):
+    model = ModelSpec(model_type)
+    results = workers(way[1]).run(subject.loss_and_gradients, model, config_of(*way), [batch], torch.float64)
+    subject.check(results, truth(model, batch), torch.float64)
+
+
+@pytest.mark.parametrize("model_type, kind", [("inkling_text", "reentrant"), ("inkling2_text", "non-reentrant")])
+def test_a_recomputed_layer_adds_the_same_bias(workers, model_type, kind):
+    arguments = ModelSpec(model_type), config_of("ulysses", 2), [PACKED, BatchSpec("dense", 2, 64)]
+    plain = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments)
+    again = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments, kind)
+    for got, want in zip(again, plain, strict=True):
+        assert got[0] == want[0]
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
+
+
+def test_zero_3_takes_the_same_step(workers):
+    """The profiles are read where their module has them; groups have different numbers of documents."""
+    model = ModelSpec("inkling2_text")
+    groups = [[BatchSpec("packed", 1, 53)], [BatchSpec("dense", 1, 37)]]
+    config = engine.json_config(config_of("ring", 2), 3, 1, 1, 2)
+    results = workers(4).run(engine.train_one_step, model, config, groups)
+    losses = [[truth(model, batch).loss for batch in group] for group in groups]
+    engine.check(results, truth(model, *(batch for group in groups for batch in group)), losses)
+
+
+@pytest.mark.parametrize("model_type", ["inkling_text", "inkling2_text"])
+def test_calls_with_a_cache_are_those_of_one_process(workers, model_type):
+    def differences():
+        import ds_cp
+        from harness import families
+
+        model = families.build(model_type).eval()
+        ids = torch.randint(5, 100, (2, 29), generator=torch.Generator().manual_seed(4))
+        with torch.no_grad():
+            want = model(input_ids=ids).logits
+            ds_cp.context_parallel(model, config_of("ring", 2))
+            return (model(input_ids=ids, use_cache=True).logits - want).abs().max().item()
+
+    assert workers(2).run(differences)[0] < 1e-5
