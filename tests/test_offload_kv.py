@@ -24,6 +24,7 @@ FACTORS = {
     "layout": ["zigzag", "contiguous", "auto"],
     "type": ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"],
     "kind": ["dense", "packed", "right_pad", "left_pad"],
+    "extras": [(), ("shift_labels", "num_items_in_batch as a tensor")],
     "shape": [(1, 150), (3, 37)],
     "block": [7, 16, 64],
     "checkpointing": [None, "reentrant", "non-reentrant"],
@@ -64,7 +65,7 @@ def in_tiles(*args, dtype, **kwargs):
 def test_tiles_are_exact(workers, case):
     (method, size), dtype = case["way"], case["dtype"]
     spec = ModelSpec(case["type"], kv_heads=8 if case["type"] in TYPES_WITHOUT_KV_HEADS else 2)
-    batch = BatchSpec(case["kind"], *case["shape"])
+    batch = BatchSpec(case["kind"], *case["shape"], extras=case["extras"])
     config = config_of(method, size, case["layout"]) | dict.fromkeys(case["memory"], True)
     config["offload_kv"] = case["block"]
     results = workers(size).run(in_tiles, spec, config, [batch], dtype=dtype, checkpointing=case["checkpointing"])

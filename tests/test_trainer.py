@@ -46,7 +46,7 @@ CASES = [
     (2, {"size": 2}, 2, {}),
     (2, {"size": "auto", "method": "ring"}, 3, {"gradient_accumulation_steps": 3}),
     (4, {"size": 2, "method": "ring"}, 2, {"gradient_accumulation_steps": 2}),
-    (4, {"size": 2}, 3, {}),
+    (4, {"size": 2, "offload_kv": 8}, 3, {}),
     (2, {"size": 2}, 1, {"gradient_checkpointing": True, "num_train_epochs": 1, "max_steps": -1}),
 ]
 
