@@ -17,9 +17,10 @@ from ds_cp.attention.kept import Kept
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.merge import fold_in, merge, sink_gradient
 from ds_cp.attention.score import Score, Where
-from ds_cp.attention.sums import Piece, Sum, plan
+from ds_cp.attention.sums import Piece, Rows, Sum, plan
 from ds_cp.attention.ulysses import AllHeads, Heads
-from ds_cp.mask.schedule import Step, count
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.schedule import Step, Tile, count
 
 MakeExchange = Callable[[str], Exchange]
 """Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
@@ -114,7 +115,8 @@ def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     exchange, precise = call.make_exchange("forward"), torch.promote_types(q.dtype, torch.float32)
     q, beside = _apart(q, k)
     pieces, queries, _ = plan(exchange.steps, call.kernel, q.device, q.size(0))
-    out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if queries.alone else precise, queries.gaps)
+    alone = queries.alone and call.score.entries is None
+    out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if alone else precise, queries.gaps)
     lse = Sum(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
     for (step, k_rows, v_rows), of_step in zip(exchange.pieces(k, v), pieces):  # rows arrive
         for (work, q_at, k_at), score in _scored(of_step, step, call, beside):  # tiles of these rows
@@ -124,6 +126,10 @@ def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
                 lse.put(q_at, part_lse)
             else:
                 merge(q_at.of(out.total), q_at.of(lse.total), part, part_lse)
+    for (work, q_at, k_at), score in _of_entries(exchange.steps[0], call, q):
+        entries = k_at.of(call.score.entries.keys)
+        part, part_lse = call.kernel.forward(q_at.of(q), entries, entries, work, score)
+        merge(q_at.of(out.total), q_at.of(lse.total), part, part_lse)
     sinks = beside[..., -1] if call.score.sinks_beside else sinks
     if sinks is not None:
         fold_in(out.total, lse.total, sinks)
@@ -138,7 +144,8 @@ def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tens
     pieces, queries, keys = plan(exchange.steps, call.kernel, q.device, q.size(0))
     d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in call.score.tables)
     call = call._replace(score=replace(call.score, gradients=d_tables))
-    dq = Sum(q.shape, q, q.dtype if queries.alone else precise, queries.gaps)
+    alone = queries.alone and call.score.entries is None
+    dq = Sum(q.shape, q, q.dtype if alone else precise, queries.gaps)
     own = tuple(Sum(x.shape, x, x.dtype if keys[0].alone else precise, keys[0].gaps) for x in (k, v))
     parcels = InTurn(2)  # one is filled while the one before is on its way
     for (step, k_rows, v_rows), of_step, covered in zip(exchange.pieces(k, v), pieces, keys):
@@ -156,10 +163,32 @@ def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tens
         if leaves:
             exchange.send_home(step, parcel, _totals(own))
     exchange.finish(_totals(own))
+    for (work, q_at, k_at), score in _of_entries(exchange.steps[0], call, q):
+        entries = k_at.of(call.score.entries.keys)
+        d_q, d_k, d_v = call.kernel.backward(
+            q_at.of(grad_out), q_at.of(q), entries, entries, q_at.of(out), q_at.of(lse), work, score
+        )
+        dq.add(q_at, d_q)
+        k_at.of(d_tables[-1]).add_(d_k).add_(d_v)
     if call.score.sinks_beside:
         d_beside[..., -1] = sink_gradient(grad_out, out, lse, beside[..., -1])
     d_query = torch.cat([dq.total, d_beside], dim=-1) if beside.size(-1) else dq.total
     return [d_query, *_totals(own)], [grad.to(table.dtype) for grad, table in zip(d_tables, call.score.tables)]
+
+
+def _of_entries(own: Step, call: _Call, q: torch.Tensor) -> Iterator[tuple[Piece, Score]]:
+    """The calls of the kernel on keys that this rank holds whole, each with its score rule."""
+    entries, dropout = call.score.entries, call.score.dropout
+    if entries is None or not entries.keys.size(2):
+        return
+    positions, index = call.locate(own)[0], torch.arange(entries.keys.size(2), device=q.device)
+    dropout = dropout and replace(dropout, seed=dropout.seed + 1)  # their indices are not tokens' positions
+    score = replace(call.score, terms=(entries,), dropout=dropout)
+    for tile in call.kernel.lower(Tile(0, q.size(0), 0, q.size(2), 0, len(index), -OPEN, OPEN)):
+        batch = slice(tile.batch_start, tile.batch_stop)
+        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        q_at, k_at = (Rows((batch, slice(None), each), everything=False, first=False) for each in (rows, keys))
+        yield Piece(tile, q_at, k_at), score.at(Where(batch, positions[rows], index[keys]))
 
 
 def _totals(sums: Sequence[Sum]) -> Pair:

@@ -39,6 +39,19 @@ class Term(Protocol):
         """The same for some of the query heads."""
 
 
+class Entries(Protocol):
+    """Keys that every rank holds whole, which are values, too; as a term it hides them from some queries, by their index."""
+
+    keys: torch.Tensor
+    """[B, h, T, d], with a gradient."""
+
+    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+        """As of a term; ``where.k`` are indices of entries."""
+
+    def of_heads(self, heads: slice) -> "Entries":
+        """The same for some of the query heads."""
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Dropout of attention probabilities, by a counter: a pair of global positions is kept or not, whoever computes it.
@@ -86,6 +99,7 @@ class Score:
         dropout: of the probabilities.
         sinks: [H], a score per query head that takes part in the softmax and has no value; the engine folds it in after
             the merge, kernels never see it.
+        entries: further keys, which stand for many tokens each and which every rank holds whole.
         sinks_beside: whether each query has such a score of its own instead, its last channel.
         where: set by the engine for one tile, if :attr:`needs_positions`.
         gradients: set by the engine in the backward pass: one buffer per table of :attr:`tables`.
@@ -97,13 +111,15 @@ class Score:
     dropout: Dropout | None = None
     sinks: torch.Tensor | None = None
     sinks_beside: bool = False
+    entries: Entries | None = None
     where: Where | None = None
     gradients: tuple[torch.Tensor, ...] = ()
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The terms' tensors that want a gradient, in order."""
-        return tuple(term.table for term in self.terms if hasattr(term, "table"))
+        """Tensors of terms that want a gradient, in order; the entries' keys last."""
+        of_terms = tuple(term.table for term in self.terms if hasattr(term, "table"))
+        return of_terms if self.entries is None else (*of_terms, self.entries.keys)
 
     def collect(self, d_scores: torch.Tensor) -> None:
         """Add a tile's share to the gradients of :attr:`tables`; d_scores is [B, H, m, n], by the scores before softmax."""
@@ -114,12 +130,12 @@ class Score:
     @property
     def extras(self) -> frozenset[str]:
         """What a kernel must be able to do beyond scaling."""
-        asked = {"softcap": self.softcap, "terms": self.terms, "dropout": self.dropout}
+        asked = {"softcap": self.softcap, "terms": self.terms, "dropout": self.dropout, "entries": self.entries}
         return frozenset(name for name, value in asked.items() if value)
 
     @property
     def needs_positions(self) -> bool:
-        return bool(self.terms or self.dropout)
+        return bool(self.terms or self.dropout or self.entries)
 
     def of_heads(self, start: int, stop: int) -> "Score":
         """The rule for the query heads ``start`` to ``stop``; itself where heads do not matter."""
@@ -131,6 +147,7 @@ class Score:
             terms=tuple(term.of_heads(heads) for term in self.terms),
             dropout=self.dropout and replace(self.dropout, first_head=self.dropout.first_head + start),
             sinks=None if self.sinks is None else self.sinks[heads],
+            entries=self.entries and self.entries.of_heads(heads),
         )
 
     def at(self, where: Where) -> "Score":

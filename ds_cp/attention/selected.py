@@ -19,7 +19,7 @@ class Selected:
         chosen: [B, G, R, n] int, for each of G groups of heads the blocks that the R queries of the ring shard chose, in
             its order; counted from the document's start, -1 for none.
         group: [H] int64, the group of each query head.
-        block: [B, S'] int64, in which block each global position is.
+        block: [B, keys] int64, in which block each key is, by global position.
         count: as many blocks as a document may have.
         row: [S'] int64, the ring shard's row of each global position that it holds.
     """
@@ -32,14 +32,14 @@ class Selected:
 
     @staticmethod
     def by_this_rank(
-        mesh: Mesh, layout: Layout, chosen: torch.Tensor, positions: torch.Tensor, size: int, heads: int
+        mesh: Mesh, layout: Layout, chosen: torch.Tensor, block: torch.Tensor, count: int, heads: int
     ) -> "Selected":
         """From what this rank's queries chose; every rank of the ulysses group must call it.
 
         Args:
             chosen: [B, G, L, n].
-            positions: [B, S], where each key stands inside its document.
-            size: keys of a block.
+            block: [B, keys], in which block each key is.
+            count: as many blocks as a document may have.
             heads: H, query heads; each group serves equally many.
         """
         ulysses = mesh.ulysses
@@ -50,8 +50,7 @@ class Selected:
         row = torch.zeros(layout.padded_len, dtype=torch.int64, device=chosen.device)
         row[held] = torch.arange(len(held), device=chosen.device)
         group = torch.arange(chosen.size(1), device=chosen.device).repeat_interleave(heads // chosen.size(1))
-        block = torch.nn.functional.pad(positions // size, (0, layout.padded_len - layout.seq_len))
-        return Selected(chosen, group, block, -(-layout.seq_len // size), row)
+        return Selected(chosen, group, block, count, row)
 
     def of_heads(self, heads: slice) -> "Selected":
         return replace(self, group=self.group[heads])

@@ -95,6 +95,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "deepseek_v4": {
+        # windows of two lengths, and fewer entries chosen than a row has
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 5}, "index_topk": 3, "o_groups": 2,
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma3n": {

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.attention.score import Dropout, Score, Term
+from ds_cp.attention.score import Dropout, Entries, Score, Term
 from ds_cp.attention.terms import Profiles
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.forward.running import current, current_head, is_running
@@ -27,7 +27,7 @@ from ds_cp.patches.transformers.models import indexed
 NAME = "ds_cp"
 
 ADDITIVE_MASK = frozenset(
-    "bloom mpt trocr xglm mvp megatron-bert rembert big_bird roformer gpt_neo gpt_neox_japanese".split()
+    "bloom deepseek_v4 mpt trocr xglm mvp megatron-bert rembert big_bird roformer gpt_neo gpt_neox_japanese".split()
 )
 """Model types whose own attention, which runs outside a region, adds its mask to the scores."""
 
@@ -107,11 +107,12 @@ def attention_forward(
     query_scale: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    entries: Entries | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: q [B, H, L, d], k and v [B, h, L, d] to [B, L, H, dv].
 
-    ``terms`` and ``query_scale`` come from :mod:`.families` only, inside a region only. ``indices`` or ``block_indices`` are
+    ``terms``, ``query_scale`` and ``entries`` come from :mod:`.families` only, inside a region only. ``indices`` or ``block_indices`` are
     the keys or blocks of keys that an indexer has chosen (:func:`.indexed.choose`), outside of a region by the model's own code.
     Among ``kwargs`` may be ``position_bias``, a :class:`QueryBias` inside a region, and ``sinks`` [B, H, L, 1], a score per query.
     """
@@ -156,6 +157,7 @@ def attention_forward(
         dropout=Dropout(dropout, region.seed(layer)) if dropout else None,
         sinks=s_aux,
         sinks_beside=sinks_beside,
+        entries=entries,
     )
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)

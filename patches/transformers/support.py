@@ -35,8 +35,10 @@ HANDLED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_atte
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"})
 """Kinds of layers that models with recurrent layers have besides; which of their modules mix tokens is told by class."""
 
-INDEXED_LAYERS = frozenset({"indexed_attention", "minimax_m3_sparse"})
-"""Kinds of layers whose keys an indexer chooses."""
+INDEXED_LAYERS = frozenset(
+    {"indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"}
+)
+"""Kinds of layers whose keys an indexer chooses, or a compressor pools."""
 
 SPARSE_KEYS = ("index_topk", "index_topk_blocks")
 """How configs spell the number of keys, or blocks of keys, that an indexer chooses per query."""

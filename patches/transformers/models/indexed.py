@@ -29,7 +29,7 @@ class _Heard(Exception):
     """An indexer has said its keys [B, L, d], and need not go on."""
 
 
-class _Keys:
+class Stored:
     """In the place of the indexer's cache: answers with the keys that it was given, or ends the run and hands keys on."""
 
     def __init__(self, answer: torch.Tensor | None = None):
@@ -41,15 +41,27 @@ class _Keys:
         return self.answer
 
     @property
-    def layers(self) -> "_Keys":
+    def layers(self) -> "Stored":
         """MiniMax asks the layers of a cache."""
         return self
 
-    def __getitem__(self, layer: int) -> "_Keys":
+    def __getitem__(self, layer: int) -> "Stored":
         return self
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
+
+    def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> tuple[Any, ...]:
+        """DeepSeek V4 asks for what it pools: values and gates of whole windows, and where the first one stands."""
+        return *self.update_indexer(torch.cat([kv, gate], dim=-1), 0).chunk(2, dim=-1), 0
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        """Nothing stands before the first window."""
+        return None, None
+
+    def update_compressor_states(self, name: str, pooled: torch.Tensor) -> torch.Tensor:
+        """All windows are there."""
+        return pooled
 
 
 @dataclass(frozen=True)
@@ -94,14 +106,14 @@ def _angles(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 def _deepseek(asked: Asked) -> torch.Tensor:
     states, residual = asked.own("hidden_states"), asked.own("q_resid")
-    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=_Keys(asked.keys))
+    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=Stored(asked.keys))
     unseen = chosen > asked.queries.positions.unsqueeze(-1)  # a query with few keys gets hidden ones to fill up
     return chosen.masked_fill(unseen, -1).unsqueeze(1)
 
 
 def _qwen(asked: Asked) -> torch.Tensor:
     angles = [torch.cat(both, dim=1) for both in zip(asked.angles_of_keys, asked.angles())]
-    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), _Keys(asked.keys))
+    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), Stored(asked.keys))
     kept, chosen = kept.int().topk(min(_qwen_most(asked.indexer), kept.size(-1)))
     return chosen.masked_fill(kept == 0, -1)
 
@@ -112,7 +124,14 @@ def _qwen_most(indexer: torch.nn.Module) -> int:
 
 def _minimax(asked: Asked) -> torch.Tensor:
     positions = asked.queries.positions.clamp(min=0)
-    return asked.run(asked.own("hidden_states"), asked.angles(), _Keys(asked.keys), positions)
+    return asked.run(asked.own("hidden_states"), asked.angles(), Stored(asked.keys), positions)
+
+
+def _deepseek_v4(asked: Asked) -> torch.Tensor:
+    whole = asked.keys.size(1) // asked.indexer.compress_rate * asked.indexer.compress_rate
+    states, residual = asked.own("hidden_states"), asked.own("q_residual")
+    positions = asked.queries.positions.clamp(min=0)
+    return asked.run(states, residual, positions, Stored(asked.keys[:, :whole]), asked.given["layer_idx"]).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,7 @@ class Kind:
 
 
 DEEPSEEK = Kind(_deepseek, heads=lambda indexer: indexer.n_heads, most=lambda indexer: indexer.index_topk)
+DEEPSEEK_V4 = Kind(_deepseek_v4, heads=lambda indexer: indexer.num_heads, most=lambda indexer: indexer.index_topk)
 QWEN = Kind(_qwen, heads=lambda indexer: 1, most=_qwen_most, turns_keys=True)
 MINIMAX = Kind(
     _minimax,
@@ -151,16 +171,21 @@ INDEXERS: dict[str, Kind] = {
     "Dots3NoteTextIndexer": DEEPSEEK,
     "GlmMoeDsaIndexer": DEEPSEEK,
     "HYV4Indexer": DEEPSEEK,
+    "DeepseekV4Indexer": DEEPSEEK_V4,
     "MiniMaxM3VLIndexer": MINIMAX,
     "Qwen4ExpTextQSAIndexer": QWEN,
 }
 """Indexers, by class."""
 
 
+COMPRESSORS = ("DeepseekV4CSACompressor", "DeepseekV4HCACompressor")
+"""What pools keys, by class (:mod:`.compressed`)."""
+
+
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
-    """Make each indexer of a decoder a leaf for ZeRO-3, which then gathers its weights once, in however many pieces it
-    runs; their number depends on the batch. Returns what undoes it."""
-    bound = [module for module in decoder.modules() if type(module).__name__ in INDEXERS]
+    """Make each indexer and compressor of a decoder a leaf for ZeRO-3, which then gathers its weights once, in however many
+    pieces it runs; their number depends on the batch. Returns what undoes it."""
+    bound = [module for module in decoder.modules() if type(module).__name__ in (*INDEXERS, *COMPRESSORS)]
     for module in bound:
         module._z3_leaf = True
 
@@ -179,18 +204,22 @@ def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any)
     region = _region_of(self, given)
     if region is None:
         return original(*args, **kwargs)
+    if isinstance(given["cache"], Stored):  # a compressor that only pools
+        return torch.full((*given["hidden_states"].shape[:2], 0), -1, device=given["hidden_states"].device)
     states = given["hidden_states"]
     with torch.no_grad():
         keys = region.gather(_keys_of(original, given)).flatten(0, 1)
         angles = [region.gather(angle).flatten(0, 1) for angle in _angles(given)] if kind.turns_keys else []
         most = min(kind.most(self), -(-region.layout.seq_len // kind.size(self)))
-        out = torch.full((states.shape[:2].numel(), kind.groups(self), most), -1, device=states.device)
+        rows = states.shape[:2].numel()
+        out = torch.full((rows + 1, kind.groups(self), most), -1, device=states.device)  # one more, for no query
         for queries in _pieces(region.queries, kind.heads(self)):
             of_keys = tuple(angle[queries.keys] for angle in angles)
             chosen = kind.ask(Asked(self, original, given, queries, keys[queries.keys], of_keys)).transpose(1, 2)
-            there = queries.positions >= 0
-            out[queries.own[there], :, : chosen.size(-1)] = chosen[there].long()
-    return out.unflatten(0, states.shape[:2]).transpose(1, 2)
+            chosen = torch.nn.functional.pad(chosen.long(), (0, most - chosen.size(-1)), value=-1)
+            row = torch.where(queries.positions < 0, rows, queries.own)
+            out.index_copy_(0, row.flatten(), chosen.flatten(0, 1))
+    return out[:rows].unflatten(0, states.shape[:2]).transpose(1, 2)
 
 
 def _region_of(indexer: torch.nn.Module, given: Mapping[str, Any]) -> Region | None:
@@ -215,7 +244,7 @@ def _region_of(indexer: torch.nn.Module, given: Mapping[str, Any]) -> Region | N
 def _keys_of(original: Callable, given: Mapping[str, Any]) -> torch.Tensor:
     """The indexer's keys of this rank's tokens, [B, L, d]."""
     try:
-        original(**given | {"cache": _Keys()})
+        original(**given | {"cache": Stored()})
     except _Heard as heard:
         return heard.args[0]
     raise AssertionError("an indexer that does not ask its cache")
@@ -248,8 +277,10 @@ def term(module: torch.nn.Module, mask: MaskDescriptor, heads: int, chosen: torc
     kind = INDEXERS.get(
         type(indexer := getattr(module, "indexer", None)).__name__, DEEPSEEK
     )  # one may be shared by layers
-    region = mask.region
-    return Selected.by_this_rank(region.mesh, region.layout, chosen, region.positions, kind.size(indexer), heads)
+    region, size = mask.region, kind.size(indexer)
+    cut = region.layout
+    block = torch.nn.functional.pad(region.positions // size, (0, cut.padded_len - cut.seq_len))
+    return Selected.by_this_rank(region.mesh, cut, chosen, block, -(-cut.seq_len // size), heads)
 
 
 def hide(

@@ -1,0 +1,122 @@
+"""DeepSeek V4: queries see, beside a window of tokens, entries that each stand for many tokens of their document."""
+
+import pytest
+import torch
+
+from ds_cp.cli import compare
+from ds_cp.cli.shrink import VOCAB
+from harness import engine, families, oracle, subject
+from harness.batches import BatchSpec
+from harness.cases import config_of
+from harness.models import ModelSpec
+from harness.oracle import truth
+
+V4 = ModelSpec("deepseek_v4")
+PACKED = BatchSpec("packed", 3, 53)
+RIGHT = BatchSpec("right_pad", 3, 37)
+SHORT = BatchSpec("packed", 1, 12, documents=(3, 2, 3, 4))  # at most one window is complete, of the shorter kind
+
+CASES = [
+    (("ring", 3), PACKED),
+    (("ulysses", 2), PACKED),
+    (("hybrid", 4), RIGHT),
+    (("ring", 2), SHORT),
+]
+
+
+@pytest.mark.parametrize(
+    "way, batch", CASES, ids=[f"{way[0]}{way[1]}-{batch.kind}{batch.length}" for way, batch in CASES]
+)
+def test_gradients_equal_each_document_alone(workers, way, batch):
+    results = workers(way[1]).run(subject.loss_and_gradients, V4, config_of(*way), [batch], torch.float64)
+    subject.check(results, truth(V4, batch), torch.float64)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "minimax_m3_vl_text"])
+def test_padding_on_the_left_does_not_move_what_is_counted_from_a_documents_start(workers, model_type):
+    """transformers counts windows and blocks from the row's first slot, also where that is padding."""
+
+    def compared():
+        import ds_cp
+
+        model = families.build(model_type)
+        ids = torch.randint(5, VOCAB - 10, (2, 29), generator=torch.Generator().manual_seed(3))
+        mask = (torch.arange(29) >= torch.tensor([[6], [0]])).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[0, 6] = -100
+        alone = tuple(({"input_ids": x, "labels": x}, x.size(1) - 1) for x in (ids[:1, 6:], ids[1:]))
+        batch = compare.Batch("padded", {"input_ids": ids, "labels": labels, "attention_mask": mask}, alone)
+        want = compare.truth(model, batch, families.in_double)
+        ds_cp.context_parallel(model, config_of("ring", 2))
+        return compare.errors(*compare.shared(model, batch), want).worst, want.tolerance
+
+    error, tolerance = workers(2).run(compared)[0]
+    assert error <= tolerance
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_a_recomputed_layer_pools_the_same_entries(workers, kind):
+    """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
+    arguments = V4, config_of("ring", 2), [PACKED, BatchSpec("dense", 2, 64)]
+    plain = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments)
+    again = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments, kind)
+    for got, want in zip(again, plain, strict=True):
+        assert got[0] == want[0]
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
+
+
+def test_zero_3_takes_the_same_step(workers):
+    """Groups have documents of other lengths, which are pooled in other numbers of calls."""
+    groups = [[BatchSpec("packed", 1, 53, seed=1)], [BatchSpec("dense", 1, 37, seed=1)]]
+    config = engine.json_config(config_of("ring", 2), 3, 1, 1, 2)
+    results = workers(4).run(engine.train_one_step, V4, config, groups)
+    losses = [[truth(V4, batch).loss for batch in group] for group in groups]
+    engine.check(results, truth(V4, *(batch for group in groups for batch in group)), losses)
+
+
+def test_calls_with_a_cache_are_those_of_one_process(workers):
+    def differences():
+        import ds_cp
+
+        model = families.build("deepseek_v4").eval()
+        ids = torch.randint(5, 100, (2, 29), generator=torch.Generator().manual_seed(4))
+        with torch.no_grad():
+            want = model(input_ids=ids, use_cache=True).logits
+            ds_cp.context_parallel(model, config_of("ring", 2))
+            return (model(input_ids=ids, use_cache=True).logits - want).abs().max().item()
+
+    assert workers(2).run(differences)[0] < 1e-5
+
+
+def test_a_mask_of_the_users_own_is_refused(workers):
+    def own_mask():
+        model = subject.changed_model(V4, config_of("ring", 2))
+        ids = torch.full((1, 8), 7)
+        model(input_ids=ids, labels=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())
+
+    workers(2).run_expecting_error(
+        own_mask, "pools windows of neighbouring tokens, which a mask of your own does not cut"
+    )
+
+
+def entries_of_other_documents_are_seen(patch):
+    from ds_cp.attention.entries import Pooled
+
+    of = Pooled.of
+    patch(Pooled, "of", lambda self, *rest: of(self, *rest) if self.selected else _of_any_document(of, self, *rest))
+
+
+def _of_any_document(of, self, *rest):
+    from dataclasses import replace
+
+    return of(replace(self, start=self.start.clamp(max=0), origin=self.origin * 0), *rest)
+
+
+def test_a_fault_does_not_go_unseen(workers):
+    def broken(*arguments):
+        entries_of_other_documents_are_seen(setattr)
+        return subject.loss_and_gradients(*arguments)
+
+    results = workers(2).run(broken, V4, config_of("ring", 2), [PACKED], torch.float64)
+    with pytest.raises(AssertionError):
+        subject.check(results, truth(V4, PACKED), torch.float64)
