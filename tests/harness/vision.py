@@ -3,6 +3,7 @@
 import torch
 import transformers
 
+from ds_cp.cli import shrink
 from harness import heads, models
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
@@ -73,6 +74,10 @@ CONFIGS = {
                          output_router_logits=True), **TOKENS,
         vision_config=QWEN_TOWER | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
     )),
+    "qwen4_exp": ("Qwen4ExpForConditionalGeneration", dict(
+        text_config=shrink.tiny_config("qwen4_exp_text").to_dict(), **TOKENS,
+        vision_config=QWEN_TOWER | dict(num_position_embeddings=64),
+    )),
     "vipllava": ("VipLlavaForConditionalGeneration", dict(
         text_config=text("llama", head_dim=8), vision_config=tower("clip_vision_model"), image_token_index=IMAGE,
         vision_feature_layers=[-1, -2], image_seq_length=16,
@@ -107,7 +112,7 @@ CONFIGS = {
                            temporal_patch_size=2, in_channels=3, out_hidden_size=64, intermediate_size=48),
     )),
 }  # fmt: skip
-BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "glm4v")
 """Types whose images are of any size."""
 TEXT_TYPES = {name: config["text_config"]["model_type"] for name, (_, config) in CONFIGS.items()}
 
