@@ -14,7 +14,7 @@ ENCODER_DECODERS = frozenset(
 """With the types of their stacks; compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
 
 VISION_LANGUAGE = frozenset(
-    "aria gemma3 gemma4 glm4v glm4v_text internvl llava mistral3 mllama paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
+    "aria gemma3 gemma4 glm4v glm4v_text internvl llava minimax_m3_vl mistral3 mllama paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
     "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text smolvlm vipllava".split()
 )
 """Models around a text decoder, and text decoders that come only inside of one; compared in

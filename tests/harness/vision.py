@@ -78,6 +78,11 @@ CONFIGS = {
         text_config=shrink.tiny_config("qwen4_exp_text").to_dict(), **TOKENS,
         vision_config=QWEN_TOWER | dict(num_position_embeddings=64),
     )),
+    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", dict(
+        text_config=shrink.tiny_config("minimax_m3_vl_text").to_dict(), image_token_index=IMAGE, video_token_index=VIDEO,
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
+                           image_size=32, initializer_range=0.15), projector_hidden_size=64,
+    )),
     "vipllava": ("VipLlavaForConditionalGeneration", dict(
         text_config=text("llama", head_dim=8), vision_config=tower("clip_vision_model"), image_token_index=IMAGE,
         vision_feature_layers=[-1, -2], image_seq_length=16,
@@ -112,7 +117,7 @@ CONFIGS = {
                            temporal_patch_size=2, in_channels=3, out_hidden_size=64, intermediate_size=48),
     )),
 }  # fmt: skip
-BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "glm4v")
+BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "glm4v", "minimax_m3_vl")
 """Types whose images are of any size."""
 TEXT_TYPES = {name: config["text_config"]["model_type"] for name, (_, config) in CONFIGS.items()}
 
@@ -177,7 +182,7 @@ def _tiles_of_images(ids, kind):
 def _pixels(name, spans, ids):
     generator = torch.Generator().manual_seed(3)
     if name in BY_GRID:
-        inputs = {"mm_token_type_ids": (ids == IMAGE).int()}
+        inputs = {} if name == "minimax_m3_vl" else {"mm_token_type_ids": (ids == IMAGE).int()}
         if not spans:
             return inputs
         grid = torch.tensor([[1, 4, 8], [1, 4, 4], [1, 8, 8]])[: len(spans)]
