@@ -73,13 +73,14 @@ class Group:
             receives: (index in the group, contiguous buffer).
             what: for the error message and the counters, e.g. ``"forward ring step 2"``.
         """
-        ops = [dist.P2POp(dist.isend, tensor, self.ranks[peer], self.handle) for peer, tensor in sends]
-        ops += [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.handle) for peer, tensor in receives]
+        by = dist if hasattr(dist, "batch_isend_irecv") else torch.distributed  # DeepSpeed has it since 0.19.8
+        ops = [by.P2POp(by.isend, tensor, self.ranks[peer], self.handle) for peer, tensor in sends]
+        ops += [by.P2POp(by.irecv, tensor, self.ranks[peer], self.handle) for peer, tensor in receives]
         if not ops:
             return Pending(self, [], what, ())
         self._count(what, [tensor for _, tensor in sends])
         with self._waiting(what):
-            return Pending(self, dist.batch_isend_irecv(ops), what, [tensor for _, tensor in sends])
+            return Pending(self, by.batch_isend_irecv(ops), what, [tensor for _, tensor in sends])
 
     def all_to_all(
         self, tensor: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str
