@@ -80,7 +80,7 @@ def in_four_rows(model, documents):
     return torch.cat([counts, torch.cat(of_images, dim=-1)])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl", "qwen4_exp"])
 def test_packed_documents_with_images_equal_each_document_alone(workers, name):
     """One process that is given gemma3's packed row looks images up by their index inside of the document (transformers
     5.24), so it is no oracle here."""
