@@ -94,3 +94,20 @@ HARMLESS = [
 @pytest.mark.parametrize("model_type, change, overrides", HARMLESS)
 def test_what_one_process_takes_is_not_refused(workers, model_type, change, overrides):
     assert torch.isfinite(torch.tensor(workers(2).run(call, model_type, change, overrides))).all()
+
+
+def test_token_types_given_once_are_those_of_every_row(workers):
+    """gpt2 makes rows of as many tokens as it runs on: of a row of 24 it would make two of 12."""
+
+    def losses():
+        import ds_cp
+
+        model = ds_cp.context_parallel(families.build("gpt2", tiny_config("gpt2")), {"size": 2, "method": "ring"})
+        ids = torch.randint(5, VOCAB - 10, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        types = torch.arange(LENGTH)[None]
+        return [
+            model(input_ids=ids, labels=ids, token_type_ids=each).loss.item() for each in (types, types.expand(2, -1))
+        ]
+
+    for once, for_each in workers(2).run(losses):
+        assert once == for_each

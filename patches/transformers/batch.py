@@ -62,6 +62,8 @@ def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: i
         "seq_idx": index,
         "labels": labels,
         "shift_labels": given.get("shift_labels"),
+        "token_type_ids": given.get("token_type_ids"),
+        "langs": given.get("langs"),
     }
     for name, value in per_token.items():
         if value is None:

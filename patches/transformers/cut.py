@@ -19,6 +19,7 @@ WHOLE = (*ENCODER, "cross_attention_states")
 def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
     """A stack's arguments for this rank's tokens."""
     batch, seq_len = shape
+    per_token = {(batch, seq_len), (1, seq_len)}  # the latter for every row
     local: dict[str, Any] = {}
     positions = given.get("position_ids")
     region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
@@ -28,7 +29,7 @@ def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) 
         value = masks.each(value, lambda mask: mask.bind(region))
         if name == "position_ids" and value is not None:
             local[name] = region.shard(value, dim=-1)
-        elif isinstance(value, torch.Tensor) and value.shape[:2] == (batch, seq_len) and name not in WHOLE:
+        elif isinstance(value, torch.Tensor) and tuple(value.shape[:2]) in per_token and name not in WHOLE:
             local[name] = region.shard(value)
         elif isinstance(value, torch.Tensor) and value.dim() == 1 and name == "cache_position":
             local[name] = region.shard(value, dim=0)
