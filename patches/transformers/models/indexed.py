@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator, Mapping
 
 import torch
 
+from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.selected import Selected, hidden_but
 from ds_cp.forward.region import MaskDescriptor, Region
@@ -187,6 +188,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     pieces it runs; their number depends on the batch. Returns what undoes it."""
     bound = [module for module in decoder.modules() if type(module).__name__ in (*INDEXERS, *COMPRESSORS)]
     for module in bound:
+        patches.require(type(module), "forward", "it asks its cache for the keys of the past", "cache")
         module._z3_leaf = True
 
     def undo() -> None:
