@@ -2,10 +2,11 @@
 
 torch calls every entry point of the group `torch.backends` near the end of its own import. `activate` is
 ours. It puts one finder on `sys.meta_path`, which waits for the two modules in which a DeepSpeed config is
-first read, and calls `ds_cp.patches.on_import(name)` right after such a module has run.
+first read, and for the one in which `accelerate launch` reads its own, and calls
+`ds_cp.patches.on_import(name)` right after such a module has run.
 
-Why these two: both import torch before anything else that matters, so whichever of torch, deepspeed,
-accelerate or transformers a script names first, this function has run before either of them is executed.
+Why these: all import torch before anything else that matters, so whichever of torch, deepspeed,
+accelerate or transformers a script names first, this function has run before any of them is executed.
 
 Two rules hold here. Only the standard library is imported, because every program on the machine that uses
 torch pays for this file. And nothing raises, because an exception in an entry point breaks `import torch`.
@@ -17,7 +18,7 @@ import sys
 import threading
 from typing import Any
 
-WATCHED = ("deepspeed.runtime.config", "accelerate.utils.deepspeed")
+WATCHED = ("deepspeed.runtime.config", "accelerate.utils.deepspeed", "accelerate.commands.config.config_args")
 
 
 class _AfterExec:

@@ -10,6 +10,7 @@ import base64
 import difflib
 import json
 import os
+import re
 from typing import Any, Literal, Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
@@ -100,6 +101,53 @@ def load(ds_config: Any) -> Mapping[str, Any]:
     return {}
 
 
+def unread(config: Mapping[str, Any], read_here: tuple[str, ...] = (KEY,)) -> str | None:
+    """Where a config names the key so that nobody reads it: misspelt, or inside another object. Libraries pass over
+    names that they do not know, so the run would share nothing and say nothing.
+
+    Args:
+        config: a whole DeepSpeed config, or the part of another library's config that is about DeepSpeed.
+        read_here: the names at its top under which the key is read.
+
+    Returns:
+        The dotted name, ``"zero_optimization.context_parallel"`` say, or None.
+    """
+    for name, value in config.items():
+        if name in read_here:
+            continue
+        if _resembles_the_key(str(name)):
+            return str(name)
+        if isinstance(value, Mapping) and (inner := unread(value, read_here=())):
+            return f"{name}.{inner}"
+    return None
+
+
+def refuse_unread(config: Mapping[str, Any]) -> None:
+    """Raise where a DeepSpeed config asks for sharing under a name or at a place that nobody reads.
+
+    Raises:
+        ConfigError: names what was found, and where the key belongs.
+    """
+    if found := unread(config):
+        raise ConfigError(
+            f'"{found}" in the DeepSpeed config is read by nobody, so no sequence would be shared, without a word. The key is '
+            f'"{KEY}", at the top of the config, as in {{"{KEY}": {{"size": 8}}}}. Nothing was started.'
+        )
+
+
+def required(path: os.PathLike) -> Any:
+    """The raw value of the key in a DeepSpeed JSON that must have it.
+
+    Raises:
+        ConfigError: the key is missing, misspelt or in a wrong place.
+    """
+    ds_config = load(path)
+    refuse_unread(ds_config)
+    if KEY not in ds_config:
+        raise ConfigError(f'{path} has no "{KEY}": a run with it shares no sequence.')
+    return ds_config[KEY]
+
+
 def find(ds_config: Any) -> Any | None:
     """The raw value of the key in a DeepSpeed config, in any of its forms; None when absent."""
     return load(ds_config).get(KEY)
@@ -142,6 +190,13 @@ def normalise(ds_config: dict[str, Any], world_size: int) -> ContextParallelConf
     config = config.model_copy(update={"size": size})
     ds_config[KEY] = {name: v for name, v in config.model_dump().items() if v != "auto"}
     return config
+
+
+def _resembles_the_key(name: str) -> bool:
+    """Whether a name means the key: "contextParallel", "contex_parallel". Names that DeepSpeed has, such as
+    "expert_parallel" (0.76), are further from it."""
+    letters, meant = (re.sub("[^a-z]", "", word.lower()) for word in (name, KEY))
+    return meant in letters or difflib.SequenceMatcher(None, letters, meant).ratio() > 0.83
 
 
 def _parse(text: str) -> Any:

@@ -17,10 +17,9 @@ from ds_cp.attention.kept import Kept
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.merge import fold_in, merge, sink_gradient
 from ds_cp.attention.score import Score, Where
-from ds_cp.attention.sums import Piece, Rows, Sum, plan
+from ds_cp.attention.sums import Piece, Sum, plan
 from ds_cp.attention.ulysses import AllHeads, Heads
-from ds_cp.mask.rules import OPEN
-from ds_cp.mask.schedule import Step, Tile, count
+from ds_cp.mask.schedule import EVERYONE, Step, count
 
 MakeExchange = Callable[[str], Exchange]
 """Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
@@ -57,7 +56,8 @@ def attend(
         [B, H, L, dv] in the query's dtype; rows that see no key are 0.
     """
     call = _Call(make_exchange, kernel, score, locate, heads, kept)
-    return _Attention.apply(query, key, value, score.sinks, call, *score.tables)
+    entries = None if score.entries is None else score.entries.keys
+    return _Attention.apply(query, key, value, entries, score.sinks, call, *score.tables)
 
 
 class _Call(NamedTuple):
@@ -75,11 +75,12 @@ class _Attention(torch.autograd.Function):
     """Trades tokens for heads and back, around the four steps.
 
     In a checkpointed layer (``call.kept``) everything is saved by tokens, for that is what the recomputation has without
-    a message; the backward pass then trades all of it at once. Otherwise it is saved by heads.
+    a message; the backward pass then trades all of it at once. Otherwise it is saved by heads. Entries and tables are
+    arguments for their gradients only: the call holds them.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, call, *tables):
+    def forward(ctx, query, key, value, entries, sinks, call, *tables):
         ctx.call, ctx.dtypes, ctx.by_tokens = call, (query.dtype, key.dtype, value.dtype), call.kept is not None
         known = call.kept.take() if call.kept else None
         if known:
@@ -104,10 +105,10 @@ class _Attention(torch.autograd.Function):
             q, out, grad_out, k, v = heads.to_heads("backward", (q, out, grad_out), (k, v))
         else:
             (grad_out,) = heads.to_heads("backward", (grad_out,))
-        grads, d_tables = _backward(grad_out, q, k, v, out, lse, ctx.call)
-        d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)  # per query: a channel of dq
+        grads, d_entries, d_tables = _backward(grad_out, q, k, v, out, lse, ctx.call)
+        d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
         dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes))
-        return *heads.to_tokens("backward", (dq,), (dk, dv)), d_sinks, None, *d_tables
+        return *heads.to_tokens("backward", (dq,), (dk, dv)), d_entries, d_sinks, None, *d_tables
 
 
 def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,8 +116,7 @@ def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     exchange, precise = call.make_exchange("forward"), torch.promote_types(q.dtype, torch.float32)
     q, beside = _apart(q, k)
     pieces, queries, _ = plan(exchange.steps, call.kernel, q.device, q.size(0))
-    alone = queries.alone and call.score.entries is None
-    out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if alone else precise, queries.gaps)
+    out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if queries.alone else precise, queries.gaps)
     lse = Sum(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
     for (step, k_rows, v_rows), of_step in zip(exchange.pieces(k, v), pieces):  # rows arrive
         for (work, q_at, k_at), score in _scored(of_step, step, call, beside):  # tiles of these rows
@@ -126,26 +126,23 @@ def _forward(q, k, v, sinks, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
                 lse.put(q_at, part_lse)
             else:
                 merge(q_at.of(out.total), q_at.of(lse.total), part, part_lse)
-    for (work, q_at, k_at), score in _of_entries(exchange.steps[0], call, q):
-        entries = k_at.of(call.score.entries.keys)
-        part, part_lse = call.kernel.forward(q_at.of(q), entries, entries, work, score)
-        merge(q_at.of(out.total), q_at.of(lse.total), part, part_lse)
     sinks = beside[..., -1] if call.score.sinks_beside else sinks
     if sinks is not None:
         fold_in(out.total, lse.total, sinks)
     return out.total.to(q.dtype), lse.total
 
 
-def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Exchange, kernel, dK and dV home: (dq, dk, dv) in the accumulator's precision, and the tables' gradients."""
+def _backward(
+    grad_out, q, k, v, out, lse, call: _Call
+) -> tuple[list[torch.Tensor], torch.Tensor | None, list[torch.Tensor]]:
+    """Exchange, kernel, dK and dV home: (dq, dk, dv) in the accumulator's precision, and the gradients of entries and tables."""
     exchange, precise = call.make_exchange("backward"), lse.dtype
     q, beside = _apart(q, k)
-    d_beside = torch.zeros_like(beside, dtype=precise)
+    d_beside = None if beside is None else torch.zeros_like(beside, dtype=precise)
     pieces, queries, keys = plan(exchange.steps, call.kernel, q.device, q.size(0))
     d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in call.score.tables)
     call = call._replace(score=replace(call.score, gradients=d_tables))
-    alone = queries.alone and call.score.entries is None
-    dq = Sum(q.shape, q, q.dtype if alone else precise, queries.gaps)
+    dq = Sum(q.shape, q, q.dtype if queries.alone else precise, queries.gaps)
     own = tuple(Sum(x.shape, x, x.dtype if keys[0].alone else precise, keys[0].gaps) for x in (k, v))
     parcels = InTurn(2)  # one is filled while the one before is on its way
     for (step, k_rows, v_rows), of_step, covered in zip(exchange.pieces(k, v), pieces, keys):
@@ -162,33 +159,12 @@ def _backward(grad_out, q, k, v, out, lse, call: _Call) -> tuple[list[torch.Tens
                 total.add(rows, part)
         if leaves:
             exchange.send_home(step, parcel, _totals(own))
-    exchange.finish(_totals(own))
-    for (work, q_at, k_at), score in _of_entries(exchange.steps[0], call, q):
-        entries = k_at.of(call.score.entries.keys)
-        d_q, d_k, d_v = call.kernel.backward(
-            q_at.of(grad_out), q_at.of(q), entries, entries, q_at.of(out), q_at.of(lse), work, score
-        )
-        dq.add(q_at, d_q)
-        k_at.of(d_tables[-1]).add_(d_k).add_(d_v)
+    d_entries = exchange.finish(_totals(own))
     if call.score.sinks_beside:
         d_beside[..., -1] = sink_gradient(grad_out, out, lse, beside[..., -1])
-    d_query = torch.cat([dq.total, d_beside], dim=-1) if beside.size(-1) else dq.total
-    return [d_query, *_totals(own)], [grad.to(table.dtype) for grad, table in zip(d_tables, call.score.tables)]
-
-
-def _of_entries(own: Step, call: _Call, q: torch.Tensor) -> Iterator[tuple[Piece, Score]]:
-    """The calls of the kernel on keys that this rank holds whole, each with its score rule."""
-    entries, dropout = call.score.entries, call.score.dropout
-    if entries is None or not entries.keys.size(2):
-        return
-    positions, index = call.locate(own)[0], torch.arange(entries.keys.size(2), device=q.device)
-    dropout = dropout and replace(dropout, seed=dropout.seed + 1)  # their indices are not tokens' positions
-    score = replace(call.score, terms=(entries,), dropout=dropout)
-    for tile in call.kernel.lower(Tile(0, q.size(0), 0, q.size(2), 0, len(index), -OPEN, OPEN)):
-        batch = slice(tile.batch_start, tile.batch_stop)
-        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        q_at, k_at = (Rows((batch, slice(None), each), everything=False, first=False) for each in (rows, keys))
-        yield Piece(tile, q_at, k_at), score.at(Where(batch, positions[rows], index[keys]))
+    d_query = dq.total if beside is None else torch.cat([dq.total, d_beside], dim=-1)
+    d_tables = [grad.to(table.dtype) for grad, table in zip(d_tables, call.score.tables)]
+    return [d_query, *_totals(own)], d_entries, d_tables
 
 
 def _totals(sums: Sequence[Sum]) -> Pair:
@@ -196,13 +172,18 @@ def _totals(sums: Sequence[Sum]) -> Pair:
     return dk.total, dv.total
 
 
-def _apart(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """The channels of queries that meet the keys, and those behind them."""
-    return [*q.split([k.size(-1), q.size(-1) - k.size(-1)], dim=-1)]
+def _apart(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The channels of queries that meet the keys, and those behind them, if there are any."""
+    dim = k.size(-1)
+    return (q, None) if q.size(-1) == dim else (q[..., :dim], q[..., dim:])
 
 
 def _scored(
-    pieces: Sequence[Piece], step: Step, call: _Call, beside: torch.Tensor, d_beside: torch.Tensor | None = None
+    pieces: Sequence[Piece],
+    step: Step,
+    call: _Call,
+    beside: torch.Tensor | None,
+    d_beside: torch.Tensor | None = None,
 ) -> Iterator[tuple[Piece, Score]]:
     """The calls of the kernel in a step, each with its score rule."""
     if not call.score.needs_positions:
@@ -210,8 +191,9 @@ def _scored(
     elif pieces:
         assert call.locate is not None, "a score rule by position needs positions"
         q_positions, k_positions = call.locate(step)
+        score = call.score.of_entries() if step.source == EVERYONE else call.score
         for piece in pieces:
             batch, _, q_rows = piece.q.index
             channels = (None if x is None else piece.q.of(x) for x in (beside, d_beside))
             where = Where(batch, q_positions[q_rows], k_positions[piece.k.index[2]], *channels)
-            yield piece, call.score.at(where)
+            yield piece, score.at(where)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Iterator, Sequence
 
 import torch
 
+from ds_cp.attention.exchange import Exchange, Pair, as_heads
 from ds_cp.attention.score import Where
 from ds_cp.attention.selected import Selected
+from ds_cp.mask.schedule import Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,3 +44,31 @@ class Pooled:
 
     def of_heads(self, heads: slice) -> "Pooled":
         return replace(self, selected=self.selected and self.selected.of_heads(heads))
+
+
+class WithEntries:
+    """An exchange with one more step, whose keys are here already; their gradient stays here.
+
+    Args:
+        exchange: of the other steps.
+        steps: this rank's schedule, the entries' step last.
+        keys: [B, h, T, d], of the entries; their values, too.
+    """
+
+    def __init__(self, exchange: Exchange, steps: Sequence[Step], keys: torch.Tensor):
+        self.steps, self._exchange, self._keys, self._gradient = steps, exchange, keys, None
+
+    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        yield from self._exchange.pieces(key, value)
+        yield self.steps[-1], self._keys, self._keys
+
+    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
+        if step is self.steps[-1]:
+            d_keys, d_values = as_heads(grad_rows, self._keys.size(-1))
+            self._gradient = (d_keys + d_values).to(self._keys.dtype)
+        else:
+            self._exchange.send_home(step, grad_rows, home)
+
+    def finish(self, home: Pair) -> torch.Tensor | None:
+        self._exchange.finish(home)
+        return self._gradient

@@ -36,8 +36,8 @@ class Exchange(Protocol):
         """Start the journey of a step's gradient, rows [n, B, h, d + dv]; add what arrives for this rank's rows to
         ``home``."""
 
-    def finish(self, home: Pair) -> None:
-        """Wait until every gradient is home."""
+    def finish(self, home: Pair) -> torch.Tensor | None:
+        """Wait until every gradient is home. Returns that of keys that every rank holds whole, if there are any."""
 
 
 class InTurn:

@@ -117,9 +117,8 @@ class Score:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of terms that want a gradient, in order; the entries' keys last."""
-        of_terms = tuple(term.table for term in self.terms if hasattr(term, "table"))
-        return of_terms if self.entries is None else (*of_terms, self.entries.keys)
+        """The terms' tensors that want a gradient, in order."""
+        return tuple(term.table for term in self.terms if hasattr(term, "table"))
 
     def collect(self, d_scores: torch.Tensor) -> None:
         """Add a tile's share to the gradients of :attr:`tables`; d_scores is [B, H, m, n], by the scores before softmax."""
@@ -149,6 +148,12 @@ class Score:
             sinks=None if self.sinks is None else self.sinks[heads],
             entries=self.entries and self.entries.of_heads(heads),
         )
+
+    def of_entries(self) -> "Score":
+        """The rule for the entries, which say themselves who sees them. Their indices are no positions of tokens, so dropout
+        counts them apart."""
+        dropout = self.dropout and replace(self.dropout, seed=self.dropout.seed + 1)
+        return replace(self, terms=(self.entries,), dropout=dropout)
 
     def at(self, where: Where) -> "Score":
         """The rule for one tile."""

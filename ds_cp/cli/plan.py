@@ -23,7 +23,7 @@ GIB = 2**30
 
 def plan(
     model: Annotated[str, typer.Argument(help="a checkpoint folder, a config.json, or a model id in the local cache")],
-    config: Annotated[Path, typer.Option(help="the DeepSpeed JSON with the key")],
+    config: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="the DeepSpeed JSON with the key")],
     world: Annotated[int, typer.Option(help="ranks of the job")] = 8,
     node: Annotated[int, typer.Option(help="ranks per node")] = 8,
     seq_len: Annotated[int, typer.Option(help="tokens per sequence")] = 131072,
@@ -37,7 +37,7 @@ def plan(
     console = Console()
     try:
         ds_config = key.load(str(config))
-        checked = key.normalise({key.KEY: ds_config.get(key.KEY, {})}, world)
+        checked = key.normalise({key.KEY: key.required(config)}, world)
         assert checked is not None
         text = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
         heads = (text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import gc
 import re
 import sys
@@ -60,7 +61,10 @@ def verify(
         str,
         typer.Argument(help="a checkpoint or .gguf folder, a config.json, a cached model id, or a type such as llama"),
     ],
-    config: Annotated[Path | None, typer.Option(help="a DeepSpeed JSON; its key's kernel and layout are used")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="a DeepSpeed JSON; its key's kernel and layout are used"),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="gloo processes on this machine")] = 2,
     full: Annotated[
         bool, typer.Option("--full", help="the real weights instead of a tiny model of the same kind")
@@ -77,7 +81,13 @@ def verify(
     larger; of several parameters, the largest.
     """
     console = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width of its own
-    asked = dict(key.find(str(config)) or {}) if config else {}
+    try:
+        asked = dict(key.required(config)) if config else {}
+        key.read(asked)
+        _look_for(model)
+    except (key.ConfigError, OSError, ValueError) as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(1) from error
     for name in ("size", "method", "ulysses_size"):
         asked.pop(name, None)
     if task not in TASKS or not set(method or ()) <= set(METHODS):
@@ -90,6 +100,27 @@ def verify(
     unwanted = [one for one in findings if one.refused and one.method in (method or ())]
     if unwanted or not compared or not all(one.exact for one in compared):
         raise typer.Exit(1)
+
+
+def _look_for(model: str) -> None:
+    """Make sure, before processes start, that a model's name leads somewhere.
+
+    Raises:
+        ValueError: says what was looked for, and the nearest model type.
+    """
+    import transformers
+
+    if model in transformers.CONFIG_MAPPING or _source(model):
+        return
+    try:
+        transformers.AutoConfig.from_pretrained(model)
+    except OSError as error:
+        close = difflib.get_close_matches(model, list(transformers.CONFIG_MAPPING), n=1)
+        near = f' Did you mean the type "{close[0]}"?' if close else ""
+        raise ValueError(
+            f'"{model}" is no checkpoint folder, no config.json, no model in the local cache and no model type of '
+            f"transformers {transformers.__version__}.{near}"
+        ) from error
 
 
 def _table(title: str, findings: list[Finding]) -> Table:

@@ -21,7 +21,8 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp.agreement import BatchError
 from ds_cp.attention import kept, kernels
 from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.entries import WithEntries
+from ds_cp.attention.exchange import Exchange, PeerExchange, select
 from ds_cp.attention.offloaded import Held
 from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
@@ -30,7 +31,7 @@ from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import Rule
-from ds_cp.mask.schedule import Step, schedule
+from ds_cp.mask.schedule import EVERYONE, Step, count, schedule, with_entries
 from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
 from ds_cp.recurrent import channels
@@ -68,7 +69,7 @@ class Region:
     mixed: Counter[str] = field(default_factory=Counter)
     random: int | None = None
     _agreed: int | None = None
-    _schedules: dict[Rule, tuple[Step, ...]] = field(default_factory=dict)
+    _schedules: dict[tuple[Rule, int | None], tuple[Step, ...]] = field(default_factory=dict)
     _positions: dict[tuple[Step, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
@@ -121,11 +122,15 @@ class Region:
         digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8)
         return int.from_bytes(digest.digest(), "little") >> 1
 
-    def schedule(self, rule: Rule) -> tuple[Step, ...]:
-        """Rows and tiles of a rule, computed once per batch."""
-        if rule not in self._schedules:
-            self._schedules[rule] = schedule(self.documents.segments(rule), self.layout, self.mesh.ring.rank)
-        return self._schedules[rule]
+    def schedule(self, rule: Rule, entries: int | None = None) -> tuple[Step, ...]:
+        """Rows and tiles of a rule, computed once per batch; with a step for so many entries."""
+        if (rule, entries) not in self._schedules:
+            if entries is None:
+                steps = schedule(self.documents.segments(rule), self.layout, self.mesh.ring.rank)
+            else:
+                steps = with_entries(self.schedule(rule), len(self.documents.ranges), entries)
+            self._schedules[rule, entries] = steps
+        return self._schedules[rule, entries]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, score: Score
@@ -148,12 +153,13 @@ class Region:
             heads = Ulysses(split, ulysses)
             first = sum(split.query[: ulysses.rank])
             score = score.of_heads(first, first + split.query[ulysses.rank])
-        steps = self.schedule(rule)
+        entries = None if score.entries is None else score.entries.keys
+        steps = self.schedule(rule, None if entries is None else entries.size(2))
         kernel = kernels.choose(self.plan.kernel, query, value, score)
         if (span := tiled_layer.current()) is not None:
             hold = partial(Held, steps, self.mesh.ring, heads, self.layout.local_len)
             return span.attend(query, key, value, hold, kernel, score, partial(self._held_by, device=query.device))
-        make_exchange = partial(self._exchange, steps)
+        make_exchange = partial(self._exchange, steps, entries)
         locate = partial(self._locate, device=query.device)
         return attend(query, key, value, make_exchange, kernel, score, locate, heads, kept.current())
 
@@ -164,20 +170,26 @@ class Region:
         return channels.mix(function, given, dims, out_dims, self.layout, self.mesh.cp, self.alone)
 
     def _locate(self, step: Step, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global positions of the ring shard's queries and of the rows that arrive in a step."""
+        """Global positions of the ring shard's queries and of the rows that arrive in a step; of entries their indices."""
         key = step, device
         if key not in self._positions:
-            q, k = (self._held_by(rank, device) for rank in (self.mesh.ring.rank, step.source))
-            self._positions[key] = q, select(k, step.rows)
+            q = self._held_by(self.mesh.ring.rank, device)
+            if step.source == EVERYONE:
+                k = torch.arange(count(step.rows), device=device)
+            else:
+                k = select(self._held_by(step.source, device), step.rows)
+            self._positions[key] = q, k
         return self._positions[key]
 
     def _held_by(self, ring_rank: int, device: torch.device) -> torch.Tensor:
         """Global positions of a ring shard's tokens."""
         return torch.cat([torch.arange(*run, device=device) for run in self.layout.ring_runs[ring_rank]])
 
-    def _exchange(self, steps: tuple[Step, ...], word: str) -> PeerExchange:
+    def _exchange(self, steps: tuple[Step, ...], entries: torch.Tensor | None, word: str) -> Exchange:
         self.mesh.attention_calls[word] += 1
-        return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
+        if entries is None:
+            return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
+        return WithEntries(PeerExchange(self.mesh.ring, steps[:-1], self.plan.ahead, word), steps, entries)
 
 
 @cache

@@ -8,7 +8,7 @@ of S x S exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
@@ -229,12 +229,16 @@ def _local_index(position: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
     return sum(np.clip(position - start, 0, stop - start) for start, stop in runs)
 
 
+EVERYONE = -1
+"""The source of rows that every rank holds whole."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step of a rank's schedule.
 
     Attributes:
-        source: ring rank whose keys are used; the rank itself in step 0.
+        source: ring rank whose keys are used; the rank itself in step 0; :data:`EVERYONE`.
         target: ring rank that uses this rank's keys in the same step.
         rows: the source's rows that arrive, in its local indices.
         target_rows: this rank's rows that the target needs.
@@ -281,3 +285,12 @@ def _renumber(tile: Tile, rows: Sequence[Run]) -> Tile:
     """Count a tile's keys through the rows that arrive."""
     shift = tile.k_start - int(_local_index(np.int64(tile.k_start), rows))
     return tile._replace(k_start=tile.k_start - shift, k_stop=tile.k_stop - shift)
+
+
+def with_entries(steps: Sequence[Step], batch: int, entries: int) -> tuple[Step, ...]:
+    """The schedule with one more step, for keys that every rank holds whole: all queries meet all of them, and a score rule
+    hides what they do not see."""
+    queries = count(steps[0].rows)
+    tiles = (Tile(0, batch, 0, queries, 0, entries, -OPEN, OPEN),) if entries and queries else ()
+    first = replace(steps[0], work={})  # calls of a kernel are kept with it
+    return first, *steps[1:], Step(EVERYONE, EVERYONE, ((0, entries),), (), tiles)
