@@ -339,6 +339,15 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
         assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-7, dtype=torch.bfloat16))
 
 
+def test_one_token_of_several_dtypes_is_read_wherever_it_lies():
+    """A rank's parcel starts where another's ends: behind an odd number of bf16 values fp32 ones lie between two numbers."""
+    from ds_cp.recurrent.channels import _bytes, _tensors
+
+    given = [torch.full((1, 1, 1, 1), 3.0, dtype=torch.bfloat16), torch.full((1, 1, 1, 1), 5.0)]
+    for parcel in torch.cat([_bytes(given).flatten()] * 2).chunk(2):
+        assert _tensors(parcel.view(1, 1, -1), given, [(0, 1), (0, 1)]) == given
+
+
 def test_documents_at_once_are_not_mostly_padding():
     """A layer that runs whole takes them in one call: one long among many short ones would be many times the batch."""
     from ds_cp.agreement import BatchError

@@ -133,9 +133,15 @@ def _tensors(rows: torch.Tensor, like: Tensors, ranges: Sequence[Range]) -> list
     shapes = [(stop - start, x.size(-1)) for x, (start, stop) in zip(like, ranges)]
     parts = rows.split([heads * dim * x.element_size() for x, (heads, dim) in zip(like, shapes)], dim=-1)
     return [
-        part.reshape(-1).view(x.dtype).view(*part.shape[:2], *shape).transpose(0, 1)
+        _numbers(part, x.dtype).view(*part.shape[:2], *shape).transpose(0, 1)
         for x, part, shape in zip(like, parts, shapes)
     ]
+
+
+def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Some bytes of each row as numbers, flat. Those of a single row are no copy yet, and may start where no number can."""
+    flat = part.reshape(-1)
+    return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype)
 
 
 class _ToHeads(torch.autograd.Function):
