@@ -1,7 +1,7 @@
 """All that touches other people's code: a file per library, a folder for transformers.
 
 Each patch is small, named, listed and reversible. Nothing is patched until a config with the key
-``context_parallel`` is read, except the two places that read configs.
+``context_parallel`` is read, except the places that read configs.
 """
 
 from __future__ import annotations
@@ -160,11 +160,13 @@ def disabled() -> bool:
 
 
 def on_import(name: str) -> None:
-    """Called right after a module that reads DeepSpeed configs was imported."""
+    """Called right after a module that reads DeepSpeed configs, or a launcher's, was imported."""
     if name == "deepspeed.runtime.config":
         import_module("ds_cp.patches.deepspeed").watch_config()
     elif name == "accelerate.utils.deepspeed":
         import_module("ds_cp.patches.accelerate").watch_config()
+    elif name == "accelerate.commands.config.config_args":
+        import_module("ds_cp.patches.accelerate").watch_launcher()
 
 
 def install() -> None:

@@ -19,6 +19,7 @@ def watch_config() -> None:
         @functools.wraps(original)
         def __init__(self, config_file_or_dict):
             original(self, config_file_or_dict)
+            groups.refuse_unread(self.config)
             asked = groups.active(self.config)
             if asked is None:
                 if key.KEY in self.config and not patches.disabled():
@@ -34,6 +35,27 @@ def watch_config() -> None:
         return __init__
 
     patches.replace(HfDeepSpeedConfig, "__init__", make, "reads the key before anything is built from the config")
+
+
+def watch_launcher() -> None:
+    """Refuse the key among the fields of ``accelerate launch``, which hands on only those that it knows."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __post_init__(self):
+            original(self)
+            found = key.unread(self.deepspeed_config, read_here=())
+            if found and not patches.disabled():
+                raise key.ConfigError(
+                    f'"{found}" under deepspeed_config in accelerate\'s own config is not handed on to the processes, so no '
+                    f'sequence would be shared, without a word. Put "{key.KEY}" into a DeepSpeed JSON, with the other DeepSpeed '
+                    "settings, and name that file there as deepspeed_config_file. Nothing was started."
+                )
+
+        return __post_init__
+
+    patches.replace(ClusterConfig, "__post_init__", make, "the key where nobody would read it", "deepspeed_config")
 
 
 def install() -> None:

@@ -10,7 +10,7 @@ import torch.distributed
 
 from ds_cp import config as key
 from ds_cp import patches
-from ds_cp.patches.groups import DataParallelView, active, world_size
+from ds_cp.patches.groups import DataParallelView, active, refuse_unread, world_size
 
 
 def watch_config() -> None:
@@ -20,6 +20,7 @@ def watch_config() -> None:
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def __init__(self, config, mpu=None, mesh_device=None):
+            refuse_unread(config)
             asked = active(config)
             if asked is None:
                 return original(self, config, mpu, mesh_device=mesh_device)

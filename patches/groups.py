@@ -44,6 +44,17 @@ def active(ds_config: Any) -> key.ContextParallelConfig | None:
     return None if found is None or found.size == 1 else found
 
 
+def refuse_unread(ds_config: Any) -> None:
+    """Raise where a DeepSpeed config, in any form, names the key so that nobody reads it.
+
+    Raises:
+        ConfigError: see :func:`ds_cp.config.refuse_unread`.
+    """
+    config = key.load(ds_config)
+    if key.unread(config) and not patches.disabled():
+        key.refuse_unread(config)
+
+
 def size_of(ds_config: Any) -> int:
     """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
     asked = active(ds_config)

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 
+from ds_cp import patches
+from ds_cp.config import ConfigError
 from harness import engine, models, training
 from harness.models import ModelSpec
 from harness.training import Rows, pad_right
@@ -102,6 +105,21 @@ def test_a_second_way_of_sharing_sequences_is_refused_by_name(workers, way):
 
     sentence = r'"context_parallel" \(size 2\) in the DeepSpeed config and [cs]p_size = 2 in accelerate.*Leave one'
     workers(2).run_expecting_error(both, sentence)
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "contextparallel"])
+def test_the_key_among_the_fields_of_accelerates_own_config_is_refused(tmp_path, name):
+    """`accelerate launch` hands on the fields that it knows, and drops the others without a word."""
+    patches.on_import("accelerate.commands.config.config_args")
+    file = tmp_path / "accelerate.yaml"
+    fields = f"  zero_stage: 2\n  {name}:\n    size: 2\n"
+    file.write_text(
+        f"distributed_type: DEEPSPEED\nmixed_precision: 'no'\nuse_cpu: true\ndebug: false\ndeepspeed_config:\n{fields}"
+    )
+    with pytest.raises(
+        ConfigError, match=f'"{name}" under deepspeed_config .* name that file there as deepspeed_config_file'
+    ):
+        load_config_from_file(str(file))
 
 
 BUILD = """

@@ -70,6 +70,30 @@ def test_plan_refuses_like_a_run_would(here, checkpoint, tmp_path):
     assert code == 1 and '"context_parallel" asks for ulysses over 4 ranks' in text and "Traceback" not in text
 
 
+UNREAD = {
+    "no_such_file": None,
+    "no_key": {"train_batch_size": 4},
+    "misspelt": {"contex_parallel": {"size": 2}},
+    "nested": {"zero_optimization": {"context_parallel": {"size": 2}}},
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_config_that_asks_for_nothing_is_an_error(here, checkpoint, tmp_path, command, case):
+    config = tmp_path / f"{case}.json"
+    if UNREAD[case] is not None:
+        config.write_text(json.dumps(UNREAD[case]))
+    code, text = here(command, checkpoint, "--config", config)
+    said = " ".join(text.split())
+    assert code and any(words in said for words in ("does not exist", "shares no sequence", "is read by nobody")), text
+
+
+def test_verify_of_a_model_that_is_nowhere_starts_no_process(here):
+    code, text = here("verify", "qwem3")
+    assert code == 1 and '"qwem3" is no checkpoint folder' in text and '"qwen3"' in text, text
+
+
 def test_doctor_sees_a_switched_off_activation():
     assert ds_cp("doctor")[0] == 0
     code, text = ds_cp("doctor", "--strict", DS_CP_DISABLE="1")

@@ -6,11 +6,22 @@ import re
 from pathlib import Path
 
 import pytest
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_cp.config import ConfigError, ContextParallelConfig, find, normalise, read
+from ds_cp import patches
+from ds_cp.config import ConfigError, ContextParallelConfig, find, normalise, read, unread
 from ds_cp.patches.deepspeed import refuse_features
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def watched():
+    """The two classes that read a DeepSpeed config, watched as in a user's process."""
+    for name in ("deepspeed.runtime.config", "accelerate.utils.deepspeed"):
+        patches.on_import(name)
+
 
 WRONG = [
     # (value of the key, what the message must say)
@@ -86,6 +97,48 @@ def test_the_key_is_found_in_every_form_that_deepspeed_reads(tmp_path):
         assert find(form) == {"size": 2}
     for form in (None, 3, "no/such/file.json", {}, base64.urlsafe_b64encode(b"nothing").decode()):
         assert find(form) is None
+
+
+UNREAD = {
+    # (the config): the name that nobody reads
+    '{"contex_parallel": {"size": 2}}': "contex_parallel",
+    '{"contextParallel": {"size": 2}}': "contextParallel",
+    '{"context-parallel": 2}': "context-parallel",
+    '{"context_parallel_size": 2}': "context_parallel_size",
+    '{"ctx_parallel": 2}': "ctx_parallel",
+    '{"context_parallel": {"size": 2}, "context_paralel": {"size": 4}}': "context_paralel",
+    '{"zero_optimization": {"stage": 2, "context_parallel": {"size": 2}}}': "zero_optimization.context_parallel",
+    '{"optimizer": {"type": "Adam", "params": {"context_parallel": 2}}}': "optimizer.params.context_parallel",
+}
+
+
+@pytest.mark.parametrize("text, name", UNREAD.items(), ids=UNREAD.values())
+def test_a_key_that_nobody_reads_is_refused_wherever_a_config_is_read(text, name, watched, tmp_path, monkeypatch):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    message = f'"{re.escape(name)}" in the DeepSpeed config is read by nobody, so no sequence would be shared'
+    for reader, config in (
+        (DeepSpeedConfig, str(path)),
+        (DeepSpeedConfig, json.loads(text)),
+        (HfDeepSpeedConfig, str(path)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            reader(config)
+    monkeypatch.setenv("DS_CP_DISABLE", "1")
+    with pytest.warns(UserWarning, match="NO sequence is shared"):
+        HfDeepSpeedConfig(str(path))
+
+
+def test_names_of_deepspeed_and_values_are_not_taken_for_the_key():
+    names = (
+        "tensor_parallel",
+        "expert_parallel",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "pipeline_parallelism",
+    )
+    assert unread({**{name: {"autotp_size": 1} for name in names}, "context_parallel": {"size": 2}, 3: None}) is None
+    assert unread({"wandb": {"project": "context_parallel"}, "steps": [{"context_parallel": 2}]}) is None
 
 
 EXAMPLES = sorted((ROOT / "example_configs").glob("*.json"))
