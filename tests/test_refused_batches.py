@@ -153,6 +153,10 @@ def short_labels_on_rank_1(inputs, rank, model):
     inputs["labels"] = inputs["labels"][:, : 37 - rank]
 
 
+def labels_of_one_row_of_two(inputs, rank, model):
+    inputs["input_ids"] = inputs["input_ids"].expand(2, -1)
+
+
 def a_list_where_a_tensor_belongs_on_rank_1(inputs, rank, model):
     inputs["attention_mask"] = torch.ones(1, 37) if rank == 0 else [[1] * 37]
 
@@ -183,6 +187,7 @@ BATCHES = [
     (seq_idx_of_another_length, r"seq_idx has shape \(1, 30\) for a batch of 1 x 37 tokens"),
     (flat_positions_on_rank_1, r"position_ids has shape \(37,\).*\(found on rank 1, raised on all of its group\)"),
     (short_labels_on_rank_1, r"labels has shape \(1, 36\).*found on rank 1"),
+    (labels_of_one_row_of_two, r"labels has shape \(1, 37\) for a batch of 2 x 37 tokens"),
     (a_list_where_a_tensor_belongs_on_rank_1, "attention_mask is a list.*found on rank 1"),
     (logits_of_a_shard, "logits.float: in training with labels a rank has the logits of its own tokens only"),
     (logits_of_a_shard_compared, "logits in !=: in training with labels a rank has the logits of its own tokens only"),

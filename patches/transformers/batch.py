@@ -70,7 +70,8 @@ def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: i
             continue
         value = torch.as_tensor(value)
         flat = name == "shift_labels" and value.numel() == batch * seq_len
-        if not flat and (value.dim() < 2 or value.size(-1) != seq_len or value.size(-2) not in (1, batch)):
+        rows = (batch,) if name in ("labels", "shift_labels") else (1, batch)
+        if not flat and (value.dim() < 2 or value.size(-1) != seq_len or value.size(-2) not in rows):
             raise BatchError(
                 f"{name} has shape {tuple(value.shape)} for a batch of {batch} x {seq_len} tokens: each rank would cut other "
                 "tokens than you meant."
