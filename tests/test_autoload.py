@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-WATCHED = {"deepspeed.runtime.config", "accelerate.utils.deepspeed"}
+WATCHED = {"deepspeed.runtime.config", "accelerate.utils.deepspeed", "accelerate.commands.config.config_args"}
 
 # What a script may import first.
 FIRST_IMPORTS = [
@@ -23,6 +23,7 @@ FIRST_IMPORTS = [
     "from transformers import Trainer",
     "from deepspeed import initialize",
     "from accelerate.utils.deepspeed import HfDeepSpeedConfig",
+    "import accelerate.commands.launch",
 ]
 
 # Python runs `sitecustomize` at start: it puts a recording stand-in where `ds_cp.patches` would be imported.
@@ -31,7 +32,8 @@ import os, sys, types
 
 def on_import(name):
     module = sys.modules[name]
-    ready = {"deepspeed.runtime.config": "DeepSpeedConfig", "accelerate.utils.deepspeed": "HfDeepSpeedConfig"}
+    ready = {"deepspeed.runtime.config": "DeepSpeedConfig", "accelerate.utils.deepspeed": "HfDeepSpeedConfig",
+             "accelerate.commands.config.config_args": "ClusterConfig"}
     torch = sys.modules.get("torch")
     with open(os.environ["RECORD_TO"], "a") as out:
         print(name, hasattr(module, ready[name]), hasattr(torch, "compile"), file=out)
@@ -68,9 +70,9 @@ def recordings(stand_in):
     def record(number_and_first):
         number, first = number_and_first
         record_to = stand_in / f"record{number}"
-        code = f"{first}\nimport accelerate.utils.deepspeed, deepspeed.runtime.config\n" + (
+        code = f"{first}\nimport {', '.join(sorted(WATCHED))}\n" + (
             "import sys\n"
-            "wrapped = [m.__name__ for m in (accelerate.utils.deepspeed, deepspeed.runtime.config)\n"
+            f"wrapped = [m.__name__ for m in ({', '.join(sorted(WATCHED))})\n"
             "           if type(m.__loader__).__module__.startswith('ds_cp')\n"
             "           or type(m.__spec__.loader).__module__.startswith('ds_cp')]\n"
             "assert not wrapped, wrapped\n"
