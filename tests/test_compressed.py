@@ -19,20 +19,18 @@ SHORT = BatchSpec("packed", 1, 12, documents=(3, 2, 3, 4))  # at most one window
 CASES = [
     (("ring", 3), PACKED),
     (("ulysses", 2), PACKED),
-    (("hybrid", 4), RIGHT),
+    pytest.param(("hybrid", 4), RIGHT, marks=pytest.mark.slow),
     (("ring", 2), SHORT),
 ]
 
 
-@pytest.mark.parametrize(
-    "way, batch", CASES, ids=[f"{way[0]}{way[1]}-{batch.kind}{batch.length}" for way, batch in CASES]
-)
+@pytest.mark.parametrize("way, batch", CASES)
 def test_gradients_equal_each_document_alone(workers, way, batch):
     results = workers(way[1]).run(subject.loss_and_gradients, V4, config_of(*way), [batch], torch.float64)
     subject.check(results, truth(V4, batch), torch.float64)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", pytest.param("minimax_m3_vl_text", marks=pytest.mark.slow)])
 def test_padding_on_the_left_does_not_move_what_is_counted_from_a_documents_start(workers, model_type):
     """transformers counts windows and blocks from the row's first slot, also where that is padding."""
 
@@ -54,7 +52,7 @@ def test_padding_on_the_left_does_not_move_what_is_counted_from_a_documents_star
     assert error <= tolerance
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("kind", [pytest.param("reentrant", marks=pytest.mark.slow), "non-reentrant"])
 def test_a_recomputed_layer_pools_the_same_entries(workers, kind):
     """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
     arguments = V4, config_of("ring", 2), [PACKED, BatchSpec("dense", 2, 64)]

@@ -53,7 +53,10 @@ def test_choosing_matters_in_these_models(model_type):
         assert not torch.allclose(model(input_ids=ids).logits, everything(input_ids=ids).logits, atol=1e-2)
 
 
-@pytest.mark.parametrize("model_type, kind", [("minimax_m3_vl_text", "reentrant"), ("qwen4_exp_text", "non-reentrant")])
+@pytest.mark.parametrize(
+    "model_type, kind",
+    [("minimax_m3_vl_text", "reentrant"), pytest.param("qwen4_exp_text", "non-reentrant", marks=pytest.mark.slow)],
+)
 def test_a_recomputed_layer_chooses_the_same_keys(workers, model_type, kind):
     """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
     arguments = ModelSpec(model_type), config_of("ring", 2), [PACKED, BatchSpec("dense", 2, 64)]
@@ -128,8 +131,10 @@ def heads_follow_the_first_groups_choice(patch):
 
 @pytest.mark.parametrize(
     "fault",
-    [a_query_chooses_from_another_documents_keys, heads_follow_the_first_groups_choice],
-    ids=lambda f: f.__name__,
+    [
+        a_query_chooses_from_another_documents_keys,
+        pytest.param(heads_follow_the_first_groups_choice, marks=pytest.mark.slow),
+    ],
 )
 def test_a_fault_does_not_go_unseen(workers, fault):
     def broken(*arguments):
