@@ -41,7 +41,7 @@ setup(
         # What has been run: the lower bounds by a cross-section of the tests, and what constraints.txt pins by all of them.
         "tested": [
             "torch==2.13.*",
-            "deepspeed>=0.18,<0.20",
+            "deepspeed>=0.19.8,<0.20",
             "transformers>=5.19,<5.25",
             "accelerate>=1.10.1,<1.16",
             "trl>=1.16,<1.17",
