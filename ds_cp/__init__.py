@@ -51,6 +51,7 @@ def dp_size(source: "torch.nn.Module | Mapping[str, Any] | str | None" = None) -
 
     Raises:
         RuntimeError: nothing is known yet.
+        ds_cp.config.ConfigError: a wrong key, or one that nobody reads.
     """
     return _data_parallel(source)[0]
 
@@ -83,6 +84,7 @@ def _data_parallel(source: Any) -> tuple[int, int]:
         return mesh.dp_size, mesh.dp_rank
     from ds_cp.patches import groups
 
+    groups.refuse_unread(source)
     size = groups.size_of(source)
     return groups.count(size), groups.index(size)
 

@@ -9,6 +9,7 @@ import pytest
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.runtime.config import DeepSpeedConfig
 
+import ds_cp
 from ds_cp import patches
 from ds_cp.config import ConfigError, ContextParallelConfig, find, normalise, read, unread
 from ds_cp.patches.deepspeed import refuse_features
@@ -121,6 +122,7 @@ def test_a_key_that_nobody_reads_is_refused_wherever_a_config_is_read(text, name
         (DeepSpeedConfig, str(path)),
         (DeepSpeedConfig, json.loads(text)),
         (HfDeepSpeedConfig, str(path)),
+        (ds_cp.dp_size, str(path)),
     ):
         with pytest.raises(ConfigError, match=message):
             reader(config)
