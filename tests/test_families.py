@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds_cp.cli.shrink import causal_lm, tiny_config
-from ds_cp.patches.transformers.models import indexed, inkling, recurrent
+from ds_cp.patches.transformers.models import indexers, inkling, recurrent
 from harness import families
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
@@ -90,7 +90,7 @@ NO_LONGER_KNOWN = [
     ),
     (
         "qwen4_exp_text",
-        (indexed.INDEXERS, "Qwen4ExpTextQSAIndexer"),
+        (indexers.INDEXERS, "Qwen4ExpTextQSAIndexer"),
         r"layers\.3 \(.*\) and \d+ more, of kind \"indexed_att",
     ),
 ]

@@ -19,7 +19,7 @@ from ds_cp.attention.selected import Selected
 from ds_cp.forward.region import Region
 from ds_cp.forward.running import current
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.models.indexed import COMPRESSORS, Stored
+from ds_cp.patches.transformers.models.indexers import COMPRESSORS, Stored
 from ds_cp.patches.transformers.models.plain import runs_alone
 
 

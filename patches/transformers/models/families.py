@@ -18,7 +18,7 @@ from ds_cp.attention.terms import Bucketed, Linear
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.masks import CrossMask
-from ds_cp.patches.transformers.models import compressed, indexed, inkling, plain, positions, xlm
+from ds_cp.patches.transformers.models import compressed, indexed, indexers, inkling, plain, positions, xlm
 
 
 def bloom(original: Callable, self: Any, hidden_states, residual, alibi, attention_mask, **kwargs):
@@ -147,7 +147,7 @@ FORWARDS: dict[str, Callable] = (
 METHODS: dict[str, tuple[str, Callable]] = plain.METHODS | xlm.METHODS
 """By class: the method that computes attention from q, k and v, and what runs in its place."""
 
-BESIDE_ATTENTION = frozenset({*indexed.FORWARDS, *indexed.COMPRESSORS, *inkling.BIASES})
+BESIDE_ATTENTION = frozenset({*indexed.FORWARDS, *indexers.COMPRESSORS, *inkling.BIASES})
 """Classes whose forward is replaced and that do not attend themselves."""
 
 BIAS_HANDLED = frozenset({"mt5", "t5", "umt5"})

@@ -8,7 +8,6 @@ loss, for it gives numbers of keys only, so nothing of it needs a gradient.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping
 
@@ -21,166 +20,19 @@ from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.forward.running import current
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import CAUSAL
+from ds_cp.patches.transformers.models.indexers import (
+    COMPRESSORS,
+    DEEPSEEK,
+    INDEXERS,
+    Asked,
+    Heard,
+    Kind,
+    Stored,
+    angles_of,
+)
 
 CHUNK_BYTES = 256 << 20
 """Scores that one piece of queries may take: heads x queries x keys in fp32."""
-
-
-class _Heard(Exception):
-    """An indexer has said its keys [B, L, d], and need not go on."""
-
-
-class Stored:
-    """In the place of the indexer's cache: answers with the keys that it was given, or ends the run and hands keys on."""
-
-    def __init__(self, answer: torch.Tensor | None = None):
-        self.answer = answer
-
-    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        if self.answer is None:
-            raise _Heard(keys)
-        return self.answer
-
-    @property
-    def layers(self) -> "Stored":
-        """MiniMax asks the layers of a cache."""
-        return self
-
-    def __getitem__(self, layer: int) -> "Stored":
-        return self
-
-    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
-        return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
-
-    def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> tuple[Any, ...]:
-        """DeepSeek V4 asks for what it pools: values and gates of whole windows, and where the first one stands."""
-        return *self.update_indexer(torch.cat([kv, gate], dim=-1), 0).chunk(2, dim=-1), 0
-
-    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
-        """Nothing stands before the first window."""
-        return None, None
-
-    def update_compressor_states(self, name: str, pooled: torch.Tensor) -> torch.Tensor:
-        """All windows are there."""
-        return pooled
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Some queries of this rank, side by side by document.
-
-    Attributes:
-        indexer: the module.
-        run: its own forward.
-        given: its arguments, by name, for this rank's tokens.
-        queries: which they are.
-        keys: [n, k, d], the indexer's keys of each document.
-        angles_of_keys: cosines and sines [n, k, d] of the keys, for an indexer that turns them by itself.
-    """
-
-    indexer: torch.nn.Module
-    run: Callable[..., torch.Tensor]
-    given: Mapping[str, Any]
-    queries: Queries
-    keys: torch.Tensor
-    angles_of_keys: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def visible(self) -> torch.Tensor:
-        """Which keys each query may see, bool [n, m, k]."""
-        index = torch.arange(self.keys.size(1), device=self.keys.device)
-        return index <= self.queries.positions.unsqueeze(-1)
-
-    def own(self, name: str) -> torch.Tensor:
-        """An argument [B, L, ...] of these queries, [n, m, ...]."""
-        return self.given[name].flatten(0, 1)[self.queries.own]
-
-    def angles(self) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines [n, m, d] of these queries."""
-        return tuple(angle.flatten(0, 1)[self.queries.own] for angle in _angles(self.given))
-
-
-def _angles(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Cosines and sines [B, L, d] of this rank's tokens."""
-    return (angle.expand(len(given["hidden_states"]), -1, -1) for angle in given["position_embeddings"])
-
-
-def _deepseek(asked: Asked) -> torch.Tensor:
-    states, residual = asked.own("hidden_states"), asked.own("q_resid")
-    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=Stored(asked.keys))
-    unseen = chosen > asked.queries.positions.unsqueeze(-1)  # a query with few keys gets hidden ones to fill up
-    return chosen.masked_fill(unseen, -1).unsqueeze(1)
-
-
-def _qwen(asked: Asked) -> torch.Tensor:
-    angles = [torch.cat(both, dim=1) for both in zip(asked.angles_of_keys, asked.angles())]
-    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), Stored(asked.keys))
-    kept, chosen = kept.int().topk(min(_qwen_most(asked.indexer), kept.size(-1)))
-    return chosen.masked_fill(kept == 0, -1)
-
-
-def _qwen_most(indexer: torch.nn.Module) -> int:
-    return indexer.token_budget + indexer.compress_ratio - 1
-
-
-def _minimax(asked: Asked) -> torch.Tensor:
-    positions = asked.queries.positions.clamp(min=0)
-    return asked.run(asked.own("hidden_states"), asked.angles(), Stored(asked.keys), positions)
-
-
-def _deepseek_v4(asked: Asked) -> torch.Tensor:
-    whole = asked.keys.size(1) // asked.indexer.compress_rate * asked.indexer.compress_rate
-    states, residual = asked.own("hidden_states"), asked.own("q_residual")
-    positions = asked.queries.positions.clamp(min=0)
-    return asked.run(states, residual, positions, Stored(asked.keys[:, :whole]), asked.given["layer_idx"]).unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is known of an indexer.
-
-    Attributes:
-        ask: the blocks of keys that some queries choose, [n, G, m, c] int, counted from the document's start; -1 for none.
-        heads: how many score each key at once.
-        most: how many blocks a query may choose.
-        groups: G, of heads that choose by themselves.
-        size: keys of a block.
-        turns_keys: whether its keys are rotated after it has asked its cache.
-    """
-
-    ask: Callable[[Asked], torch.Tensor]
-    heads: Callable[[Any], int]
-    most: Callable[[Any], int]
-    groups: Callable[[Any], int] = lambda indexer: 1
-    size: Callable[[Any], int] = lambda indexer: 1
-    turns_keys: bool = False
-
-
-DEEPSEEK = Kind(_deepseek, heads=lambda indexer: indexer.n_heads, most=lambda indexer: indexer.index_topk)
-DEEPSEEK_V4 = Kind(_deepseek_v4, heads=lambda indexer: indexer.num_heads, most=lambda indexer: indexer.index_topk)
-QWEN = Kind(_qwen, heads=lambda indexer: 1, most=_qwen_most, turns_keys=True)
-MINIMAX = Kind(
-    _minimax,
-    heads=lambda indexer: indexer.num_heads,
-    most=lambda indexer: indexer.topk_blocks,
-    groups=lambda indexer: indexer.num_heads,
-    size=lambda indexer: indexer.block_size,
-)
-INDEXERS: dict[str, Kind] = {
-    "DeepseekV32Indexer": DEEPSEEK,
-    "AXK2Indexer": DEEPSEEK,
-    "Dots3NoteTextIndexer": DEEPSEEK,
-    "GlmMoeDsaIndexer": DEEPSEEK,
-    "HYV4Indexer": DEEPSEEK,
-    "DeepseekV4Indexer": DEEPSEEK_V4,
-    "MiniMaxM3VLIndexer": MINIMAX,
-    "Qwen4ExpTextQSAIndexer": QWEN,
-}
-"""Indexers, by class."""
-
-
-COMPRESSORS = ("DeepseekV4CSACompressor", "DeepseekV4HCACompressor")
-"""What pools keys, by class (:mod:`.compressed`)."""
 
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
@@ -211,7 +63,7 @@ def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any)
     states = given["hidden_states"]
     with torch.no_grad():
         keys = region.gather(_keys_of(original, given)).flatten(0, 1)
-        angles = [region.gather(angle).flatten(0, 1) for angle in _angles(given)] if kind.turns_keys else []
+        angles = [region.gather(angle).flatten(0, 1) for angle in angles_of(given)] if kind.turns_keys else []
         most = min(kind.most(self), -(-region.layout.seq_len // kind.size(self)))
         rows = states.shape[:2].numel()
         out = torch.full((rows + 1, kind.groups(self), most), -1, device=states.device)  # one more, for no query
@@ -247,7 +99,7 @@ def _keys_of(original: Callable, given: Mapping[str, Any]) -> torch.Tensor:
     """The indexer's keys of this rank's tokens, [B, L, d]."""
     try:
         original(**given | {"cache": Stored()})
-    except _Heard as heard:
+    except Heard as heard:
         return heard.args[0]
     raise AssertionError("an indexer that does not ask its cache")
 
@@ -259,6 +111,11 @@ def _pieces(documents: tuple[Queries, ...], heads: int) -> Iterator[Queries]:
         for start in range(0, all_of.own.size(1), step):
             part = slice(start, start + step)
             yield Queries(all_of.own[:, part], all_of.positions[:, part], all_of.keys)
+
+
+def has_indexer(attention: torch.nn.Module) -> bool:
+    """Whether an attention module chooses its keys by an indexer of its own that is known."""
+    return type(getattr(attention, "indexer", None)).__name__ in INDEXERS
 
 
 def term(module: torch.nn.Module, mask: MaskDescriptor, heads: int, chosen: torch.Tensor) -> Selected:
@@ -276,9 +133,8 @@ def term(module: torch.nn.Module, mask: MaskDescriptor, heads: int, chosen: torc
             f"{type(module).__name__} chooses among the keys that a mask of its own shows, which ds_cp knows for plain causal "
             "attention only: it would choose keys that are hidden. Leave the mask out."
         )
-    kind = INDEXERS.get(
-        type(indexer := getattr(module, "indexer", None)).__name__, DEEPSEEK
-    )  # one may be shared by layers
+    indexer = getattr(module, "indexer", None)
+    kind = INDEXERS[type(indexer).__name__] if has_indexer(module) else DEEPSEEK  # layers may share one of DeepSeek's
     region, size = mask.region, kind.size(indexer)
     cut = region.layout
     block = torch.nn.functional.pad(region.positions // size, (0, cut.padded_len - cut.seq_len))

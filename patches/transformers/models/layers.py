@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_cp.patches.transformers.attention import ACROSS_LAYERS
-from ds_cp.patches.transformers.models import families, indexed, inkling
+from ds_cp.patches.transformers.models import families, indexers, inkling
 from ds_cp.patches.transformers.models.code import names_in
 from ds_cp.patches.transformers.models.recurrent import is_shared
 
@@ -70,7 +70,7 @@ def attends(decoder: torch.nn.Module) -> bool:
 
 def has_indexer(decoder: torch.nn.Module) -> bool:
     """Whether what chooses the keys of its queries is a module that ds_cp hands the keys of the whole sequence."""
-    return any(type(module).__name__ in (*indexed.INDEXERS, *indexed.COMPRESSORS) for module in decoder.modules())
+    return any(type(module).__name__ in (*indexers.INDEXERS, *indexers.COMPRESSORS) for module in decoder.modules())
 
 
 def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
