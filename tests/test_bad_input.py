@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from ds_cp.cli.shrink import VOCAB, tiny_config
+from ds_cp.cli.shrink import tiny_config
+from ds_cp.cli.sizes import VOCAB
 from harness import families
 
 LENGTH = 24

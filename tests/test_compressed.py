@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB
+from ds_cp.cli.sizes import VOCAB
 from harness import engine, families, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of

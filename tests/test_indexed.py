@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ds_cp.cli.shrink import VOCAB, tiny_config
+from ds_cp.cli.shrink import tiny_config
+from ds_cp.cli.sizes import VOCAB
 from harness import engine, families, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB
+from ds_cp.cli.sizes import VOCAB
 from harness import families
 
 STANDS_FOR = {"LocalLogits": "Tensor", "NoCache": "DynamicCache", "EncoderDecoderCache": "DynamicCache"}

@@ -11,7 +11,8 @@ import transformers.models.auto  # noqa: F401
 
 from ds_cp.agreement import BatchError
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB, tiny_config
+from ds_cp.cli.shrink import tiny_config
+from ds_cp.cli.sizes import VOCAB
 from harness import families
 
 PAD = 0  # tiny_config's padding id

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ds_cp.cli.shrink import VOCAB
+from ds_cp.cli.sizes import VOCAB
 from harness import oracle, subject
 from harness.families import build
 from harness.pairwise import covering

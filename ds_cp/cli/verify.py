@@ -21,7 +21,8 @@ from rich.table import Table
 from ds_cp import config as key
 from ds_cp.cli import compare
 from ds_cp.cli.ranks import run_on_ranks
-from ds_cp.cli.shrink import VOCAB, shrink, tiny_config
+from ds_cp.cli.shrink import shrink, tiny_config
+from ds_cp.cli.sizes import VOCAB
 
 METHODS = ("ring", "ulysses", "hybrid", "allgather")
 STAGES = (0, 1, 2, 3)

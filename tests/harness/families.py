@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ds_cp.cli import compare
-from ds_cp.cli.shrink import VOCAB, causal_lm, empty_model, tiny_config
+from ds_cp.cli.shrink import causal_lm, empty_model, tiny_config
+from ds_cp.cli.sizes import VOCAB
 from harness.models import TransformersInDouble
 
 SECONDS = 50

@@ -3,7 +3,8 @@
 import torch
 import transformers
 
-from ds_cp.cli.shrink import VOCAB, tiny_config
+from ds_cp.cli.shrink import tiny_config
+from ds_cp.cli.sizes import VOCAB
 from harness import models, oracle, subject
 
 LENGTH = 37
