@@ -81,7 +81,8 @@ class Layout:
     def shard(self, full: torch.Tensor, dim: int, cp_rank: int, pad_value: float = 0) -> torch.Tensor:
         """A rank's tokens: ``[..., S, ...] -> [..., L, ...]``; tokens past S are ``pad_value``.
 
-        Differentiable: the adjoint is a scatter into zeros.
+        Differentiable: the adjoint is a scatter into zeros. Tokens past S come with a piece of ``full``, be it empty: the
+        backward pass of a rank without tokens must reach the collective that made ``full``.
         """
         dim = dim % full.dim()
         if full.size(dim) != self.seq_len:
@@ -89,8 +90,7 @@ class Layout:
         pieces = []
         for start, stop in self.runs(cp_rank):
             real = max(0, min(stop, self.seq_len) - start)
-            if real:
-                pieces.append(full.narrow(dim, start, real))
+            pieces.append(full.narrow(dim, min(start, self.seq_len), real))
             if real < stop - start:
                 shape = list(full.shape)
                 shape[dim] = stop - start - real

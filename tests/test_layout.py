@@ -50,6 +50,12 @@ def test_sharding_sends_gradients_back_to_their_tokens():
     assert torch.equal(full.grad[0, :, 0], owner.double())
 
 
+def test_the_shard_of_a_rank_without_tokens_leads_back_too():
+    """Otherwise its backward pass misses the collective that made the whole, and the others wait for it."""
+    full = torch.randn(2, 2, 3, requires_grad=True)
+    assert all(Layout(2, 3, 1, "zigzag").shard(full, 1, rank).requires_grad for rank in range(3))
+
+
 def test_a_tensor_of_another_length_is_refused():
     with pytest.raises(ValueError, match="expected 5 tokens in dim 1"):
         Layout(5, 2, 1).shard(torch.zeros(1, 6), 1, 0)

@@ -43,6 +43,7 @@ CASES = [
     ("rwkv", (), ("ring", 3), RIGHT),
     # layers that run whole
     ("minimax", (), ("ulysses", 2), PACKED),
+    ("minimax", (), ("ring", 3), BatchSpec("dense", 2, 2)),  # a rank has no token
     ("recurrent_gemma", (), ("ring", 2), PACKED),
     ("zaya", (), ("ring", 3), LEFT),
 ]
