@@ -9,24 +9,36 @@ import torch
 
 
 def bind(modules: Iterable[torch.nn.Module], forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give modules another forward; returns what undoes it.
-
-    Each becomes a *leaf* for ZeRO-3, which then gathers its weights once around the call, however often its parts run.
+    """Give modules another forward, and make each a leaf; returns what undoes it.
 
     Args:
         forward: takes the module first.
     """
+    bound = [*modules]
+    undo_leaves = make_leaves(bound)
+    for module in bound:
+        module.forward = MethodType(forward, module)
+
+    def undo() -> None:
+        undo_leaves()
+        for module in bound:
+            module.__dict__.pop("forward", None)
+
+    return undo
+
+
+def make_leaves(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
+    """Make modules *leaves* for ZeRO-3, which then gathers the weights of each once around its call, however often its parts
+    run. Returns what undoes it."""
     bound = [(module, vars(module).get("_z3_leaf")) for module in modules]
     handles = [module.register_forward_pre_hook(_with_gradient) for module, _ in bound]
     for module, _ in bound:
-        module.forward = MethodType(forward, module)
         module._z3_leaf = True  # what DeepSpeed's set_z3_leaf_modules sets; it is read when an engine is made
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
         for module, leaf in bound:
-            module.__dict__.pop("forward", None)
             module.__dict__.pop("_z3_leaf", None)
             if leaf is not None:
                 module._z3_leaf = leaf

@@ -20,6 +20,7 @@ from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.forward.running import current
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import CAUSAL
+from ds_cp.patches.transformers.memory.bound import make_leaves
 from ds_cp.patches.transformers.models.indexers import (
     COMPRESSORS,
     DEEPSEEK,
@@ -41,13 +42,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     bound = [module for module in decoder.modules() if type(module).__name__ in (*INDEXERS, *COMPRESSORS)]
     for module in bound:
         patches.require(type(module), "forward", "it asks its cache for the keys of the past", "cache")
-        module._z3_leaf = True
-
-    def undo() -> None:
-        for module in bound:
-            module.__dict__.pop("_z3_leaf", None)
-
-    return undo
+    return make_leaves(bound)
 
 
 def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
