@@ -90,7 +90,8 @@ def load(ds_config: Any) -> Mapping[str, Any]:
     text = os.fspath(ds_config)
     if os.path.exists(text):
         with open(text, encoding="utf-8") as file:
-            return _parse(file.read())
+            parsed = _parse(file.read())
+        return parsed if isinstance(parsed, Mapping) else {}
     for decode in (str, lambda t: base64.urlsafe_b64decode(t).decode("utf-8")):
         try:
             parsed = _parse(decode(text))
@@ -139,9 +140,12 @@ def required(path: os.PathLike) -> Any:
     """The raw value of the key in a DeepSpeed JSON that must have it.
 
     Raises:
-        ConfigError: the key is missing, misspelt or in a wrong place.
+        ConfigError: it cannot be read; the key is missing, misspelt or in a wrong place.
     """
-    ds_config = load(path)
+    try:
+        ds_config = load(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
     refuse_unread(ds_config)
     if KEY not in ds_config:
         raise ConfigError(f'{path} has no "{KEY}": a run with it shares no sequence.')

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from ds_cp import cli
@@ -70,8 +71,41 @@ def test_plan_refuses_like_a_run_would(here, checkpoint, tmp_path):
     assert code == 1 and '"context_parallel" asks for ulysses over 4 ranks' in text and "Traceback" not in text
 
 
+PLANNED = [
+    ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, "3 rows at a time"),  # dp 2
+    (
+        {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
+        "1 row",
+    ),
+    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "GiB in host memory"),
+    ({"zero_optimization": None}, 'DeepSpeed does not take "zero_optimization"'),
+    ({"zero_optimization": {"stage": 5}}, 'DeepSpeed does not take "zero_optimization"'),
+]
+
+
+@pytest.mark.parametrize("more, said", PLANNED, ids=[said for _, said in PLANNED])
+def test_plan_reads_a_config_as_deepspeed_does(here, checkpoint, tmp_path, more, said):
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"context_parallel": {"size": 2}} | more))
+    code, text = here("plan", checkpoint, "--config", config, "--world", 4, "--seq-len", 4096)
+    assert said in text and "Traceback" not in text, text
+
+
+@pytest.mark.parametrize(
+    "model_type, said", [("mamba2", "layers without attention"), ("llava", "llama alone"), ("t5", "not estimated: t5")]
+)
+def test_plan_of_other_kinds_of_models_says_what_it_counts(here, tmp_path, model_type, said):
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"context_parallel": {"size": 2}}))
+    code, text = here("plan", tmp_path, "--config", config, "--seq-len", 4096)
+    assert code == 0 and said in text, text
+
+
 UNREAD = {
     "no_such_file": None,
+    "no_object": [],
+    "no_json": "{",
     "no_key": {"train_batch_size": 4},
     "misspelt": {"contex_parallel": {"size": 2}},
     "nested": {"zero_optimization": {"context_parallel": {"size": 2}}},
@@ -83,10 +117,11 @@ UNREAD = {
 def test_a_config_that_asks_for_nothing_is_an_error(here, checkpoint, tmp_path, command, case):
     config = tmp_path / f"{case}.json"
     if UNREAD[case] is not None:
-        config.write_text(json.dumps(UNREAD[case]))
+        config.write_text(UNREAD[case] if isinstance(UNREAD[case], str) else json.dumps(UNREAD[case]))
     code, text = here(command, checkpoint, "--config", config)
     said = " ".join(text.split())
-    assert code and any(words in said for words in ("does not exist", "shares no sequence", "is read by nobody")), text
+    expected = ("does not exist", "is no JSON", "shares no sequence", "is read by nobody")
+    assert code and any(words in said for words in expected), text
 
 
 def test_verify_of_a_model_that_is_nowhere_starts_no_process(here):
