@@ -28,7 +28,8 @@ class Windows(NamedTuple):
 
     Attributes:
         tokens: for documents of like length, [n, windows * rate] int64 in the flat batch [B * S]; behind the last window of
-            a shorter document anything.
+            a shorter document anything. One window of anything where there is none: ZeRO waits for the gradients of all
+            weights on all ranks, whatever a group's batch.
         entries: [B, T] int64, the entries of each row among those of all documents, flat in the order of ``tokens``.
         start, number: [B, T] int64, as :class:`~ds_cp.attention.entries.Pooled` has them.
     """
@@ -67,6 +68,7 @@ def _find(region: Region, rate: int, device: torch.device) -> Windows:
             found[row].append(np.stack([before + number, np.full_like(number, start), number]))
             before += index.shape[1] // rate
         tokens.append(torch.from_numpy(index).to(device))
+    tokens = tokens or [torch.zeros((1, rate), dtype=torch.int64, device=device)]
     rows = [np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64) for parts in found]
     table = np.zeros((3, len(rows), max(part.shape[1] for part in rows)), dtype=np.int64)
     table[1] = -1
@@ -89,7 +91,7 @@ def compress(original: Callable, self: Any, hidden_states, q_residual, position_
         zero = position_ids.new_zeros((len(tokens), 1))
         entries, _ = original(nothing, q_residual, zero, Stored(whole[tokens]), layer_idx)
         pooled.append(entries.flatten(0, 2))
-    keys = torch.cat(pooled)[found.entries] if pooled else whole.new_zeros((*found.entries.shape, self.head_dim))
+    keys = torch.cat(pooled)[found.entries]
     indexer = getattr(self, "indexer", None)
     chosen = None if indexer is None else indexer(hidden_states, q_residual, position_ids, None, layer_idx)
     return keys.unsqueeze(1), found.start, found.number, chosen
