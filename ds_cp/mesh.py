@@ -232,7 +232,7 @@ def build(ring: int, ulysses: int, timeout: float) -> Mesh:
         timeout: seconds.
     """
     world, me = dist.get_world_size(), dist.get_rank()
-    key = (id(torch.distributed.group.WORLD), ring, ulysses, timeout)
+    key = (torch.distributed.group.WORLD, ring, ulysses, timeout)  # held, so that no later world is taken for this one
     if key in _meshes:
         return _meshes[key]
     size = ring * ulysses

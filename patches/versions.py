@@ -48,9 +48,8 @@ def outside(declared: dict[str, SpecifierSet]) -> dict[str, str]:
     return found
 
 
-@cache
 def check() -> None:
-    """Once per process: refuse versions that pip would refuse, and say of others that nobody has run ds_cp with them.
+    """Of what is imported by now: refuse versions that pip would refuse, and say of others that nobody has run ds_cp with them.
 
     Raises:
         ConfigError: names the library, its version and the range.

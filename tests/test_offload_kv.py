@@ -188,10 +188,12 @@ def test_adapters_learn_where_nothing_before_them_does(workers, targets):
 
 def test_bytes_that_travel_are_those_of_the_ring(workers):
     def sent(config):
+        import ds_cp
+
         model = subject.changed_model(ModelSpec("llama"), config).train()
         model(**batches.make(BATCH).inputs).loss.backward()
         ring = attachment(model).mesh.ring
-        return ring.sent["forward"], ring.sent["backward"]
+        return ring.sent["forward"], ring.sent["backward"], ds_cp.traffic(model)
 
     from ds_cp.patches.transformers.border import attachment
 

@@ -89,7 +89,7 @@ class PeerExchange:
             yield self.steps[t], *as_heads(buffer, key.size(-1))
 
     def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
-        self.finish(home)
+        self._add_what_came(home)
         buffer = self._home.rows(grad_rows, (count(step.target_rows), *grad_rows.shape[1:]), grad_rows.dtype)
         sends = [(step.source, grad_rows)] if len(grad_rows) else []
         receives = [(step.target, buffer)] if len(buffer) else []
@@ -97,6 +97,9 @@ class PeerExchange:
         self._returning = (pending, buffer, step.target_rows)
 
     def finish(self, home: Pair) -> None:
+        self._add_what_came(home)
+
+    def _add_what_came(self, home: Pair) -> None:
         if self._returning:
             pending, buffer, target_rows = self._returning
             pending.wait()

@@ -8,6 +8,7 @@ however long a shard is.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, zip_longest
@@ -92,6 +93,7 @@ class Held:
         ring: the ring axis.
         heads: of the ulysses axis, for whom a rank holds its ring shard's rows of its own heads.
         length: L, tokens of this rank.
+        calls: "forward" and "backward" passes of attention layers, which each store counts once.
         block: rows that the device sees at a time.
     """
 
@@ -99,6 +101,7 @@ class Held:
     ring: Group
     heads: Heads
     length: int
+    calls: Counter
     block: int
     _rows: HostRows | None = None
     _shape: tuple[int, ...] = ()
@@ -129,6 +132,7 @@ class Held:
 
     def complete(self, word: str) -> None:
         """Gather the rows of other ranks."""
+        self.calls[word] += 1
         for step, start in zip(self.steps[1:], self._starts[1:]):
             for leave, arrive in self._messages(step.target_rows, step.rows):
                 buffer = self._key.new_empty((count(arrive), *self._shape[1:]))

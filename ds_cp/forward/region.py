@@ -138,7 +138,7 @@ class Region:
         """Attention of this rank's queries over the whole sequence.
 
         Args:
-            query: [B, H, L, d].
+            query: [B, H, L, d], or more channels for terms and sinks that read them.
             key: [B, h, L, d].
             value: [B, h, L, dv].
             rule: the layer's mask inside a document.
@@ -155,9 +155,9 @@ class Region:
             score = score.of_heads(first, first + split.query[ulysses.rank])
         entries = None if score.entries is None else score.entries.keys
         steps = self.schedule(rule, None if entries is None else entries.size(2))
-        kernel = kernels.choose(self.plan.kernel, query, value, score)
+        kernel = kernels.choose(self.plan.kernel, key, value, score)
         if (span := tiled_layer.current()) is not None:
-            hold = partial(Held, steps, self.mesh.ring, heads, self.layout.local_len)
+            hold = partial(Held, steps, self.mesh.ring, heads, self.layout.local_len, self.mesh.attention_calls)
             return span.attend(query, key, value, hold, kernel, score, partial(self._held_by, device=query.device))
         make_exchange = partial(self._exchange, steps, entries)
         locate = partial(self._locate, device=query.device)
@@ -204,7 +204,7 @@ def head_split(query_heads: int, key_heads: int, ranks: int) -> HeadSplit:
     return split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskDescriptor:
     """What a layer gets as its attention mask inside a region, instead of a tensor.
 
@@ -232,4 +232,9 @@ class MaskDescriptor:
 
     def __and__(self, chosen: torch.Tensor) -> "MaskDescriptor":
         """Qwen's indexed attention shows each query what its indexer has chosen."""
+        if chosen.dtype == torch.bool or chosen.is_floating_point():
+            raise BatchError(
+                "a layer combines the mask of the shared sequence with one of its own shard, which ds_cp cannot read: tokens would "
+                "see too much or too little. This model cannot be shared exactly; take the key out for it."
+            )
         return replace(self, chosen=chosen)

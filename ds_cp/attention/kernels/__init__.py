@@ -71,17 +71,17 @@ def make(name: str) -> Kernel:
     return getattr(import_module(f"{__name__}.{file}"), kind)()
 
 
-def choose(name: str, q: torch.Tensor, v: torch.Tensor, score: Score) -> Kernel:
+def choose(name: str, k: torch.Tensor, v: torch.Tensor, score: Score) -> Kernel:
     """The kernel for one call: the plan's where it takes the call, else torch's, else the reference formulas.
 
     Args:
         name: the plan's kernel.
-        q, v: of the call; device, dtype and head dims decide.
+        k, v: of the call; device, dtype and head dims decide.
         score: the layer's score rule.
     """
-    torchs = "torch on cuda" if q.is_cuda else "torch"
+    torchs = "torch on cuda" if k.is_cuda else "torch"
     names = {"torch": [torchs], "reference": []}.get(name, [name, torchs])
-    return next((make(n) for n in names if make(n).takes(q, v, score)), make("reference"))
+    return next((make(n) for n in names if make(n).takes(k, v, score)), make("reference"))
 
 
 def work(step: Step, kernel: Kernel, device: torch.device) -> Sequence[Work]:
