@@ -180,17 +180,17 @@ def _no_split(facts: ModelFacts, asked: int, fits: list[int]) -> str:
     )
 
 
-def exchanged_bytes(ring: int, ulysses: int, local_len: int, heads: tuple[int, int], head_dim: int, item: int) -> float:
+def exchanged_bytes(
+    ring: int, ulysses: int, local_len: int, heads: tuple[int, int], dims: tuple[int, int], item: int
+) -> float:
     """Bytes that a rank sends per layer in the forward pass of bidirectional dense attention.
 
-    ``(U-1)/U e L d (2H + 2h')`` for the all-to-alls and ``(R-1) 2 L h'_U d e`` for ring or all-gather, with h' the
-    key/value heads after repetition and L tokens per rank (Jacobs et al. 2023; Liu et al. 2023). Causal zigzag needs
-    0.75 of the ring's part, causal contiguous half of it on average.
+    ``(U-1)/U e L (H + h')(d + dv)`` for the all-to-alls and ``(R-1) e L h' (d + dv)`` for ring or all-gather, with h' the
+    key/value heads after repetition, d the dim of queries and keys, dv that of values, and L tokens per rank (Jacobs et al.
+    2023; Liu et al. 2023). Causal zigzag needs 0.75 of the ring's part, causal contiguous half of it on average.
     """
     query_heads, key_heads = heads
     split = HeadSplit.plan(query_heads, key_heads, ulysses)
     assert split is not None
-    repeated = key_heads * split.repeat
-    across = (ulysses - 1) / ulysses * item * local_len * head_dim * (2 * query_heads + 2 * repeated)
-    around = (ring - 1) * 2 * (local_len * ulysses) * (repeated / ulysses) * head_dim * item
-    return across + around
+    repeated, row = key_heads * split.repeat, item * local_len * sum(dims)
+    return (ulysses - 1) / ulysses * row * (query_heads + repeated) + (ring - 1) * row * repeated

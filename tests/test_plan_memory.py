@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_cp.cli import memory
+from ds_cp.cli import memory, without_data
 from ds_cp.config import read
 from ds_cp.planner import ModelFacts, resolve
 from harness import batches, models, subject
@@ -84,8 +84,16 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     assert memory.longest(job, 1 << 20, 4096) == 0
 
 
+def test_each_kind_of_layer_is_counted_as_often_as_it_stands():
+    """DeepSeek's first layers are dense, the others have experts."""
+    from transformers import DeepseekV3Config
+
+    model = without_data.WithoutData(DeepseekV3Config(num_hidden_layers=5, first_k_dense_replace=3), torch.bfloat16)
+    assert model.kinds == [(0, 3), (3, 2)]
+
+
 def test_nothing_of_it_is_left_in_transformers():
     from transformers.modeling_utils import AttentionInterface
 
     memory.estimate(job_of({"size": 2, "method": "ring"}, True, 2), 4096)
-    assert memory.STAND_IN not in AttentionInterface._global_mapping
+    assert without_data.STAND_IN not in AttentionInterface._global_mapping

@@ -63,11 +63,11 @@ def test_a_method_that_the_heads_do_not_allow_names_one_that_they_do(heads, valu
 
 def test_bytes_are_the_published_formulas():
     size, heads, dim, local, item = 8, (32, 8), 128, 1024, 2
-    assert exchanged_bytes(8, 1, local, heads, dim, item) == 7 * 2 * local * 8 * dim * item
-    assert exchanged_bytes(1, 8, local, heads, dim, item) == 7 / 8 * item * local * dim * (64 + 16)
-    few = exchanged_bytes(1, 8, local, (32, 2), dim, item)
+    assert exchanged_bytes(8, 1, local, heads, (dim, dim), item) == 7 * 2 * local * 8 * dim * item
+    assert exchanged_bytes(1, 8, local, heads, (dim, dim), item) == 7 / 8 * item * local * dim * (64 + 16)
+    few = exchanged_bytes(1, 8, local, (32, 2), (dim, dim), item)
     assert few == 7 / 8 * item * local * dim * (64 + 2 * size)  # two key heads repeated to one per rank
-    both = exchanged_bytes(2, 4, local, heads, dim, item)
+    both = exchanged_bytes(2, 4, local, heads, (dim, dim), item)
     assert both == 3 / 4 * item * local * dim * 80 + 1 * 2 * (4 * local) * 2 * dim * item
 
 

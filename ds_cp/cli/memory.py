@@ -1,32 +1,25 @@
 """What a training step will hold on a rank: model states by ZeRO's formula, activations by running layers without data.
 
-Layers of the real model run forward and backward on torch's meta device, whose tensors have sizes and lifetimes but no
-data, with a stand-in for attention that allocates what ds_cp's does. So the count follows the model's own code and
-autograd's own order, and costs a second.
+What layers hold is linear in their tokens, so two short runs without data (:mod:`.without_data`) tell it for any length.
 """
 
 from __future__ import annotations
 
-import copy
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Iterator, Mapping
+from typing import Any, Mapping
 
 import torch
 
-from ds_cp.cli.bench.probes import PeakStorages
+from ds_cp.cli.without_data import WithoutData
 from ds_cp.layout import Layout
 from ds_cp.patches.transformers import anatomy
 from ds_cp.patches.transformers.memory import mlp
 from ds_cp.planner import Plan
 from ds_cp.tiled import loss as tiled_loss
 
-STAND_IN = "ds_cp_plan"
-
 FEW = 4096
-"""Tokens that layers run on here: several tiles of an MLP."""
+"""Tokens that layers run on here, at least; where MLPs run in tiles, two of them."""
 
 SPANS = 5
 """Hidden states per token that a layer in tiles holds at its peak, its input and output and their gradients among them
@@ -55,6 +48,11 @@ class Job:
     rows: int = 1
     checkpointing: bool = True
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether layers keep their input only; those in tiles do by themselves."""
+        return self.checkpointing or bool(self.plan.offload_kv)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -79,23 +77,22 @@ def estimate(job: Job, seq_len: int) -> Memory:
     Raises:
         RuntimeError: a layer does not run without data (experts that are chosen by value).
     """
-    plan, item = job.plan, job.dtype.itemsize
+    plan, item, model = job.plan, job.dtype.itemsize, _model(job)
     tokens = job.rows * Layout(seq_len, plan.ring, plan.ulysses, plan.layout).local_len
-    numbers, weights_of_head = _parameters(job.config)
-    states, host = model_states(numbers, job.zero, job.world, item)
-    kept, working = _layer(job, tokens)
-    kept *= job.config.num_hidden_layers
-    if plan.offload_activations and job.checkpointing:
+    states, host = model_states(model.numbers, job.zero, job.world, item)
+    kept, working = _layers(job, tokens)
+    if plan.offload_activations and job.checkpoints:
         host, kept = host + kept, 0.0
     if plan.offload_kv:
-        _, working = _layer(job, min(tokens, plan.offload_kv))
+        _, working = _layers(job, min(tokens, plan.offload_kv))
         working += SPANS * tokens * job.config.hidden_size * item
+        host += _keys_in_host(job, seq_len)
     return Memory(
         states=states,
-        buffers=zero_buffers(numbers, job.config.hidden_size, job.zero, item),
+        buffers=zero_buffers(model.numbers, job.config.hidden_size, job.zero, item),
         kept=kept,
         working=working,
-        loss=_loss(job, tokens, weights_of_head),
+        loss=_loss(job, tokens, model.of_head),
         host=host,
     )
 
@@ -153,14 +150,11 @@ def _is_away(zero: Mapping[str, Any], name: str) -> bool:
     return (zero.get(name) or {}).get("device", "none") != "none"
 
 
-def _parameters(config: Any) -> tuple[int, int]:
-    """(numbers in the model, numbers in its head), from the model on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    head = model.get_output_embeddings()
-    return sum(p.numel() for p in model.parameters()), 0 if head is None else head.weight.numel()
+def _keys_in_host(job: Job, seq_len: int) -> float:
+    """K and V of one layer, of all tokens at most, and their gradients in fp32."""
+    pairs, dims = anatomy.heads(job.config), anatomy.head_dims(job.config)
+    key_heads = max((keys for _, keys in pairs), default=0) / job.plan.ulysses
+    return job.rows * seq_len * key_heads * 2 * max(dims, default=0) * (job.dtype.itemsize + 4)
 
 
 def _loss(job: Job, tokens: int, weights_of_head: int) -> float:
@@ -173,102 +167,30 @@ def _loss(job: Job, tokens: int, weights_of_head: int) -> float:
     return hidden + weights_of_head * 4 + 3 * tile
 
 
-def _layer(job: Job, tokens: int) -> tuple[float, float]:
-    """(what each layer keeps until its backward pass, what the one at work holds besides), bytes."""
-    large = tokens * (getattr(job.config, "intermediate_size", None) or 0) * job.dtype.itemsize > mlp.LARGE
-    in_tiles = large if job.plan.tiled_mlp is None else job.plan.tiled_mlp
-    return tuple(at + (more - at) / FEW * (tokens - FEW) for at, more in zip(*_at_two_lengths(job, in_tiles)))
+def _layers(job: Job, tokens: int) -> tuple[float, float]:
+    """(what all layers keep until their backward pass, what the largest one at work holds besides), bytes."""
+    item = job.dtype.itemsize
+    row = (getattr(job.config, "intermediate_size", None) or 0) * item
+    in_tiles = tokens * row > mlp.LARGE if job.plan.tiled_mlp is None else job.plan.tiled_mlp
+    few = max(FEW, 2 * mlp.TILE_BYTES // max(1, row)) if in_tiles else FEW
+    total, largest = 0.0, 0.0
+    for index, count in _model(job).kinds:
+        kept, working = _layer(job, index, in_tiles, min(tokens, few))
+        if tokens > few:
+            more = _layer(job, index, in_tiles, 2 * few)
+            kept, working = (at + (then - at) / few * (tokens - few) for at, then in zip((kept, working), more))
+        total, largest = total + count * kept, max(largest, working)
+    return total, largest
 
 
 @cache
-def _at_two_lengths(job: Job, in_tiles: bool) -> list[tuple[int, int]]:
-    """:func:`_layer` of few tokens and of twice as many; all of it is linear in them."""
-    found = []
-    for tokens in (FEW, 2 * FEW):
-        one, two = (_run(job, tokens, layers, in_tiles) for layers in (1, 2))
-        kept = two[0] - one[0]
-        found.append((kept, two[1] - 2 * kept))
-    return found
+def _model(job: Job) -> WithoutData:
+    return WithoutData(job.config, job.dtype)
 
 
-def _run(job: Job, tokens: int, layers: int, in_tiles: bool) -> tuple[int, int]:
-    """(bytes that live between forward and backward, the most that ever live), of the first layers alone."""
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(job.config)
-    config.num_hidden_layers, config.use_cache = layers, False
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    with _stand_in(job), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=STAND_IN).train()
-        decoder = anatomy.find_decoder(model)
-        if job.checkpointing:
-            with warnings.catch_warnings(action="ignore"):  # the name that every version knows
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-        mlp.attach(decoder, in_tiles)
-        for weight in model.parameters():  # ZeRO takes gradients as they come
-            weight.register_post_accumulate_grad_hook(_let_go)
-        given = torch.empty(1, tokens, config.hidden_size, dtype=job.dtype, requires_grad=True)
-        with PeakStorages() as storages:
-            out = decoder(inputs_embeds=given, position_ids=torch.arange(tokens)[None]).last_hidden_state
-            live = storages.live()
-            out.backward(torch.empty_like(out))
-    return live, storages.most
-
-
-def _let_go(weight: torch.Tensor) -> None:
-    weight.grad = None
-
-
-@contextmanager
-def _stand_in(job: Job) -> Iterator[None]:
-    """While this holds, attention by the stand-in's name keeps and allocates what ds_cp's would."""
-    from transformers.modeling_utils import AttentionInterface
-
-    waiting: dict[torch.nn.Module, torch.Tensor] = {}
-
-    def attend(module, query, key, value, *args, **kwargs):
-        known = waiting.pop(module, None)
-        out = _Attention.apply(query, key, value, known, job.plan)
-        if job.checkpointing and known is None and not job.plan.recompute_attention:
-            waiting[module] = out.detach()
-        return out.transpose(1, 2), None
-
-    AttentionInterface.register(STAND_IN, attend)  # to a name without a mask function transformers hands no mask
-    try:
-        yield
-    finally:
-        AttentionInterface._global_mapping.pop(STAND_IN, None)
-
-
-class _Attention(torch.autograd.Function):
-    """Allocates as :mod:`ds_cp.attention.attend` does: rows under way, sums in fp32, what is saved."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, known, plan):
-        batch, heads, length, _ = query.shape
-        ctx.plan = plan
-        out, lse = known, query.new_empty((batch, heads, length), dtype=torch.float32)
-        if known is None:
-            under_way = _under_way(plan, query, key, value)
-            sums = query.new_empty((batch, length, heads, value.size(-1)), dtype=torch.float32)
-            out = sums.to(query.dtype).transpose(1, 2)
-            del under_way, sums
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        query, key, value, _, _ = ctx.saved_tensors
-        under_way = _under_way(ctx.plan, query, key, value, grad, grad)
-        sums = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
-        parcels = [x.new_empty(x.shape, dtype=torch.float32) for x in (key, value) * 3 if ctx.plan.ring > 1]
-        del under_way, parcels
-        return *(x.to(query.dtype) for x in sums), None, None
-
-
-def _under_way(plan: Plan, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the tensors by heads and what arrives (ulysses), and K and V of three steps (ring)."""
-    key, value = tensors[1:3]
-    traded = [x.new_empty(x.shape) for x in tensors * 2 if plan.ulysses > 1]
-    return traded + [x.new_empty(x.shape) for x in (key, value) * (2 + plan.ahead) if plan.ring > 1]
+@cache
+def _layer(job: Job, index: int, in_tiles: bool, tokens: int) -> tuple[int, int]:
+    """(kept, working) of one layer on few tokens."""
+    one, two = (_model(job).run(index, n, tokens, job.plan, job.checkpoints, in_tiles) for n in (1, 2))
+    kept = two[0] - one[0]
+    return kept, two[1] - 2 * kept

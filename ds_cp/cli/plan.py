@@ -92,6 +92,12 @@ def _heads(text: Any) -> tuple[tuple[int, int], ...]:
     return ((queries, getattr(text, "num_key_value_heads", None) or queries),) if queries else ()
 
 
+def _dims(text: Any) -> tuple[int, int]:
+    """Dims of a head: of queries and keys, and of values, which differ under multi-head latent attention."""
+    usual = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return getattr(text, "qk_head_dim", None) or usual, getattr(text, "v_head_dim", None) or usual
+
+
 def _table(plan: Plan, world: int, seq_len: int, text: Any, heads: tuple[tuple[int, int], ...], item: int) -> Table:
     document = Documents.find(1, seq_len)
     layout = balance.choose(seq_len, plan.ring, plan.ulysses, plan.layout, plan.packed_layout, document)
@@ -103,8 +109,7 @@ def _table(plan: Plan, world: int, seq_len: int, text: Any, heads: tuple[tuple[i
         table.add_row(name, f"{decided} ({plan.reasons[name]})")
     table.add_row("tokens per rank", f"{layout.local_len:,} of {seq_len:,} (padded to {layout.padded_len:,})")
     for each in heads:
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        full = exchanged_bytes(plan.ring, plan.ulysses, layout.local_len, each, head_dim, item)
+        full = exchanged_bytes(plan.ring, plan.ulysses, layout.local_len, each, _dims(text), item)
         table.add_row("sent per layer, forward", f"{full / 2**20:,.1f} MiB per rank if every rank needed every key")
     if heads and plan.ring > 1:
         segments = document.segments(CAUSAL)

@@ -161,7 +161,7 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
         def sent(mesh: Mesh) -> int:
             return mesh.ring.sent.total() + mesh.ulysses.sent.total()
 
-        forward = exchanged_bytes(plan.ring, plan.ulysses, region.layout.local_len, heads, shape.head_dim, 4)
+        forward = exchanged_bytes(plan.ring, plan.ulysses, region.layout.local_len, heads, (shape.head_dim,) * 2, 4)
         full = forward * (
             3 if plan.ring > 1 else 2
         )  # backward: rows again and fp32 gradients, or the inverse all-to-all

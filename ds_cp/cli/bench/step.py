@@ -131,7 +131,7 @@ def _formula(name: str, shape: TrainShape, ranks: int) -> float:
     method = last if last in ("ulysses", "ring", "allgather") else METHODS.get(name, "auto")
     heads = (shape.heads, shape.kv_heads)
     plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
-    forward = exchanged_bytes(plan.ring, plan.ulysses, shape.seq_len // ranks, heads, shape.head_dim, 4)
+    forward = exchanged_bytes(plan.ring, plan.ulysses, shape.seq_len // ranks, heads, (shape.head_dim,) * 2, 4)
     return shape.layers * forward * (3 if plan.ring > 1 or shape.checkpointing else 2)
 
 
