@@ -52,3 +52,14 @@ def test_five_packings_are_exact_and_compile_once(workers, config):
     assert graphs == [graphs[0]] * len(PACKINGS), f"recompiled: graphs after each step {graphs}"
     for index, batch in enumerate(PACKINGS):
         subject.check([rank[index][:2] for rank in ranks], oracle.truth(spec, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp_text"])
+def test_what_gathers_inside_of_the_decoder_is_not_compiled(workers, model_type):
+    """Entries, indexers and n-grams need the whole sequence; the rest is compiled."""
+    spec, batch = ModelSpec(model_type), BatchSpec("packed", 3, 53)
+    ranks = workers(2, 180).run(compiled_steps, spec, CP2, [batch])
+    assert ranks[0][0][2] > 0, "nothing was compiled"
+    got = oracle.mean_over_ranks([rank[0][1] for rank in ranks])
+    assert oracle.total_error(got, oracle.truth(spec, batch).gradients) < 1e-5

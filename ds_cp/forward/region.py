@@ -76,6 +76,7 @@ class Region:
         """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
         return self.layout.shard(full, dim, self.mesh.cp.rank, pad_value)
 
+    @torch.compiler.disable
     def gather(self, local: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """All tokens, in order and without padding, on every rank; L becomes S."""
         return gather_sequence(local, self.layout, self.mesh.cp, dim)

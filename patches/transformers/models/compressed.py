@@ -135,6 +135,7 @@ def attention(
     return self.o_b_proj(out), None
 
 
+@torch.compiler.disable
 def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -> Pooled:
     keys, start, number, chosen = self.compressor(hidden_states, residual, position_ids, None, self.layer_idx)
     cut, rate = region.layout, self.compressor.compress_rate

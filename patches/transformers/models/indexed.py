@@ -45,6 +45,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     return make_leaves(bound)
 
 
+@torch.compiler.disable
 def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """An indexer's forward: inside a region what this rank's queries choose, [B, G, L, c] int64, blocks of keys counted from
     their document's start, -1 for none."""
