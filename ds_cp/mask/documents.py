@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 
 from ds_cp.mask.rules import OPEN, Rule
+
+
+class Document(NamedTuple):
+    """One document of a batch.
+
+    Attributes:
+        row: of the batch.
+        start, stop: where its queries stand in the row, tokens of padding behind it among them.
+        tokens: int64 [n], where its unmasked tokens stand in the row.
+    """
+
+    row: int
+    start: int
+    stop: int
+    tokens: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,21 @@ class Documents:
                 breaks.append(_breaks(seq_idx[b if len(seq_idx) > 1 else 0], np.equal, runs, mask))
             rows.append(_ranges(runs, np.concatenate(breaks), seq_len))
         return Documents(tuple(rows))
+
+    def each(self) -> Iterator[Document]:
+        """All documents, row by row."""
+        for row, lines in enumerate(self.ranges):
+            first = np.flatnonzero(np.diff(lines[:, 0], prepend=-1))
+            for part in np.split(lines, first[1:]) if len(lines) else ():
+                yield Document(row, *part[0, :2].tolist(), np.concatenate([np.arange(*run) for run in part[:, 2:]]))
+
+    def by_length(self) -> list[list[Document]]:
+        """Documents of like length together, shortest first: lengths differ by less than a factor of two, and there are at most
+        log2(S) + 1 lists."""
+        alike: dict[int, list[Document]] = {}
+        for document in self.each():
+            alike.setdefault(len(document.tokens).bit_length(), []).append(document)
+        return [documents for _, documents in sorted(alike.items())]
 
     def segments(self, rule: Rule) -> np.ndarray:
         """The segments of a rule, int64 [n, 9] (see :mod:`ds_cp.mask.rules`), equal neighbouring batch rows taken together."""

@@ -31,19 +31,18 @@ class Queries:
         """All queries of a rank that stand in a document, each once. Lengths of documents side by side differ by less than
         a factor of two."""
         mine = np.concatenate([np.arange(*run) for run in layout.runs(cp_rank)])
-        alike: dict[int, list[tuple[np.ndarray, ...]]] = {}
-        for row, lines in enumerate(documents.ranges):
-            for start, stop in np.unique(lines[:, :2], axis=0):
-                keys = np.concatenate([np.arange(*run) for run in lines[lines[:, 0] == start][:, 2:]])
+        out = []
+        for alike in documents.by_length():
+            found = []
+            for row, start, stop, tokens in alike:
                 own = np.arange(*np.searchsorted(mine, (start, min(stop, layout.seq_len))))
                 if len(own):
-                    before = np.searchsorted(keys, mine[own], side="right") - 1
-                    found = row * len(mine) + own, before, row * layout.seq_len + keys
-                    alike.setdefault(len(keys).bit_length(), []).append(found)
-        return tuple(
-            Queries(*(torch.from_numpy(_padded(each, fill)).to(device) for each, fill in zip(zip(*found), (0, -1, 0))))
-            for _, found in sorted(alike.items())
-        )
+                    before = np.searchsorted(tokens, mine[own], side="right") - 1
+                    found.append((row * len(mine) + own, before, row * layout.seq_len + tokens))
+            if found:
+                own, positions, keys = (_padded(each, fill) for each, fill in zip(zip(*found), (0, -1, 0)))
+                out.append(Queries(*(torch.from_numpy(each).to(device) for each in (own, positions, keys))))
+        return tuple(out)
 
 
 def _padded(rows: tuple[np.ndarray, ...], fill: int) -> np.ndarray:

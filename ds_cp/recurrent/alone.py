@@ -68,21 +68,16 @@ class Alone:
         """
         if all(len(lines) <= 1 and not lines[:, :1].any() for lines in documents.ranges):
             return Alone(None)  # what stands behind a row's only document is padding that it does not see
-        alike: dict[int, list[np.ndarray]] = {}
-        for row, lines in enumerate(documents.ranges):
-            for start in np.unique(lines[:, 0]):
-                runs = [np.arange(*run) for run in lines[lines[:, 0] == start][:, 2:]]
-                tokens = row * seq_len + np.concatenate(runs)
-                alike.setdefault(0 if at_once else len(tokens).bit_length(), []).append(tokens)
+        groups = [[*documents.each()]] if at_once else documents.by_length()
         if at_once:
-            (found,) = alike.values()
-            padded, given = len(found) * max(map(len, found)), len(documents.ranges) * seq_len
+            longest = max(len(each.tokens) for each in groups[0])
+            padded, given = len(groups[0]) * longest, len(documents.ranges) * seq_len
             if padded > MOST_PADDING * given:
                 raise BatchError(
-                    f"a layer of this model runs all {len(found)} documents at once, padded to the longest: {padded} tokens for "
-                    f"the {given} of the batch. Pack documents of like length, or fewer per row."
+                    f"a layer of this model runs all {len(groups[0])} documents at once, padded to the longest: {padded} tokens "
+                    f"for the {given} of the batch. Pack documents of like length, or fewer per row."
                 )
-        return Alone(tuple(_batch(found, device) for _, found in sorted(alike.items())))
+        return Alone(tuple(_batch([each.row * seq_len + each.tokens for each in group], device) for group in groups))
 
     def run(self, function: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Call a function that looks back only, on documents instead of rows.

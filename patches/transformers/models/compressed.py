@@ -52,21 +52,17 @@ def windows_of(region: Region, rate: int, device: torch.device) -> Windows:
 
 
 def _find(region: Region, rate: int, device: torch.device) -> Windows:
-    alike: dict[int, list[tuple[int, int, np.ndarray]]] = {}
-    for row, lines in enumerate(region.documents.ranges):
-        for start in np.unique(lines[:, 0]):
-            tokens = np.concatenate([np.arange(*run) for run in lines[lines[:, 0] == start][:, 2:]])
-            if whole := len(tokens) // rate * rate:
-                flat = row * region.layout.seq_len + tokens[:whole]
-                alike.setdefault(len(tokens).bit_length(), []).append((row, start, flat))
     tokens, found, before = [], [[] for _ in region.documents.ranges], 0
-    for _, documents in sorted(alike.items()):
-        index = np.zeros((len(documents), max(len(flat) for *_, flat in documents)), dtype=np.int64)
-        for line, (row, start, flat) in zip(index, documents):
-            line[: len(flat)] = flat
-            number = np.arange(len(flat) // rate)
-            found[row].append(np.stack([before + number, np.full_like(number, start), number]))
-            before += index.shape[1] // rate
+    for documents in region.documents.by_length():
+        windows = [len(each.tokens) // rate for each in documents]
+        if not any(windows):
+            continue
+        index = np.zeros((len(documents), max(windows) * rate), dtype=np.int64)
+        for line, each, count in zip(index, documents, windows):
+            line[: count * rate] = each.row * region.layout.seq_len + each.tokens[: count * rate]
+            number = np.arange(count)
+            found[each.row].append(np.stack([before + number, np.full_like(number, each.start), number]))
+            before += max(windows)
         tokens.append(torch.from_numpy(index).to(device))
     tokens = tokens or [torch.zeros((1, rate), dtype=torch.int64, device=device)]
     rows = [np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64) for parts in found]
