@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from ds_cp.cli.bench.probes import PeakStorages
-from harness import batches, engine, models, oracle, subject
+from harness import batches, engine, memory, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
 from harness.models import HEAD_DIM, TYPES_WITHOUT_KV_HEADS, ModelSpec
@@ -93,22 +92,9 @@ def on_a_host_of_its_own():
     offload.from_host = lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
 
-def per_token(config, lengths=(96, 192)):
-    """Bytes that a token more on this rank costs at the peak of a step."""
-    from ds_cp.tiled import loss as tiled
-
+def with_a_host(*arguments):
     on_a_host_of_its_own()
-    tiled.TILE_BYTES = 1 << 12  # the loss is not what this is about
-    model = subject.changed_model(ModelSpec("llama"), config).train()
-    subject.enable_checkpointing(model, "non-reentrant")
-    peaks = []
-    for length in lengths:
-        inputs = batches.make(BatchSpec("dense", 1, length)).inputs
-        model(**inputs).loss.backward()
-        with PeakStorages() as storages:
-            model(**inputs).loss.backward()
-        peaks.append(storages.most)
-    return (peaks[1] - peaks[0]) / ((lengths[1] - lengths[0]) // config["size"])
+    return memory.per_token(*arguments)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -116,7 +102,10 @@ def test_a_token_costs_its_hidden_states(workers, method):
     """What lives of a token at the peak: a layer's input and output, or their gradients, and the row's ids and angles."""
     config = config_of(method, 2) | {"offload_activations": True}
     hidden = 4 * ModelSpec("llama").heads * HEAD_DIM
-    whole, tiled = (workers(2).run(per_token, config | extra)[0] for extra in ({}, {"offload_kv": 16}))
+    whole, tiled = (
+        workers(2).run(with_a_host, ModelSpec("llama"), config | extra, "non-reentrant", (96, 192))[0]
+        for extra in ({}, {"offload_kv": 16})
+    )
     assert tiled <= 5 * hidden < whole / 3
 
 

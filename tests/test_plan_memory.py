@@ -6,9 +6,9 @@ import torch
 from ds_cp.cli import memory, without_data
 from ds_cp.config import read
 from ds_cp.planner import ModelFacts, resolve
-from harness import batches, models, subject
-from harness.batches import BatchSpec
+from harness import models
 from harness.cases import config_of
+from harness.memory import per_token
 from harness.models import ModelSpec
 
 LLAMA = ModelSpec("llama", layers=3)
@@ -41,25 +41,6 @@ def job_of(config, checkpointing, ranks):
     return memory.Job(shape, plan, {"stage": 0}, ranks, torch.float32, checkpointing=checkpointing)
 
 
-def per_token(config, checkpointing, lengths=(512, 1024)):
-    """Bytes that a token more on this rank adds to a step's peak."""
-    from ds_cp.cli.bench.probes import PeakStorages
-    from ds_cp.tiled import loss
-
-    loss.TILE_BYTES = 1 << 12  # what layers hold is looked at here
-    model = subject.changed_model(LLAMA, config).train()
-    if checkpointing:
-        subject.enable_checkpointing(model, "non-reentrant")
-    peaks = []
-    for length in lengths:
-        inputs = batches.make(BatchSpec("dense", 1, length)).inputs
-        model(**inputs).loss.backward()
-        with PeakStorages() as storages:
-            model(**inputs).loss.backward()
-        peaks.append(storages.most)
-    return (peaks[1] - peaks[0]) / ((lengths[1] - lengths[0]) // config["size"])
-
-
 @pytest.mark.parametrize(
     "method, checkpointing, more",
     [
@@ -72,7 +53,8 @@ def per_token(config, checkpointing, lengths=(512, 1024)):
 )
 def test_layers_hold_what_the_plan_promises(workers, method, checkpointing, more):
     config = config_of(method, 2) | more
-    real = workers(2).run(per_token, config, checkpointing)[0]
+    kind = "non-reentrant" if checkpointing else None
+    real = workers(2).run(per_token, LLAMA, config, kind, (512, 1024))[0]
     few, many = (memory.estimate(job_of(config, checkpointing, 2), 2 * tokens) for tokens in (4096, 8192))
     assert (many.kept + many.working - few.kept - few.working) / 4096 == pytest.approx(real, rel=0.1)
 

@@ -19,7 +19,7 @@ from ds_cp.attention.selected import Selected
 from ds_cp.forward.region import Region
 from ds_cp.forward.running import current
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.models.indexers import COMPRESSORS, Stored
+from ds_cp.patches.transformers.models.indexers import COMPRESSORS, StoredKeys
 from ds_cp.patches.transformers.models.plain import runs_alone
 
 
@@ -85,7 +85,7 @@ def compress(original: Callable, self: Any, hidden_states, q_residual, position_
     for tokens in found.tokens:
         nothing = hidden_states.new_zeros((len(tokens), 1, hidden_states.size(-1)))
         zero = position_ids.new_zeros((len(tokens), 1))
-        entries, _ = original(nothing, q_residual, zero, Stored(whole[tokens]), layer_idx)
+        entries, _ = original(nothing, q_residual, zero, StoredKeys(whole[tokens]), layer_idx)
         pooled.append(entries.flatten(0, 2))
     keys = torch.cat(pooled)[found.entries]
     indexer = getattr(self, "indexer", None)

@@ -25,10 +25,10 @@ from ds_cp.patches.transformers.models.indexers import (
     COMPRESSORS,
     DEEPSEEK,
     INDEXERS,
-    Asked,
-    Heard,
-    Kind,
-    Stored,
+    IndexerCall,
+    IndexerKind,
+    KeysTold,
+    StoredKeys,
     angles_of,
 )
 
@@ -46,7 +46,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
 
 
 @torch.compiler.disable
-def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def choose(kind: IndexerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """An indexer's forward: inside a region what this rank's queries choose, [B, G, L, c] int64, blocks of keys counted from
     their document's start, -1 for none."""
     given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
@@ -54,7 +54,7 @@ def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any)
     region = _region_of(self, given)
     if region is None:
         return original(*args, **kwargs)
-    if isinstance(given["cache"], Stored):  # a compressor that only pools
+    if isinstance(given["cache"], StoredKeys):  # a compressor that only pools
         return torch.full((*given["hidden_states"].shape[:2], 0), -1, device=given["hidden_states"].device)
     states = given["hidden_states"]
     with torch.no_grad():
@@ -65,7 +65,7 @@ def choose(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any)
         out = torch.full((rows + 1, kind.groups(self), most), -1, device=states.device)  # one more, for no query
         for queries in _pieces(region.queries, kind.heads(self)):
             of_keys = tuple(angle[queries.keys] for angle in angles)
-            chosen = kind.ask(Asked(self, original, given, queries, keys[queries.keys], of_keys)).transpose(1, 2)
+            chosen = kind.ask(IndexerCall(self, original, given, queries, keys[queries.keys], of_keys)).transpose(1, 2)
             chosen = torch.nn.functional.pad(chosen.long(), (0, most - chosen.size(-1)), value=-1)
             row = torch.where(queries.positions < 0, rows, queries.own)
             out.index_copy_(0, row.flatten(), chosen.flatten(0, 1))
@@ -94,8 +94,8 @@ def _region_of(indexer: torch.nn.Module, given: Mapping[str, Any]) -> Region | N
 def _keys_of(original: Callable, given: Mapping[str, Any]) -> torch.Tensor:
     """The indexer's keys of this rank's tokens, [B, L, d]."""
     try:
-        original(**given | {"cache": Stored()})
-    except Heard as heard:
+        original(**given | {"cache": StoredKeys()})
+    except KeysTold as heard:
         return heard.args[0]
     raise AssertionError("an indexer that does not ask its cache")
 

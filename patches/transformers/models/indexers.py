@@ -13,11 +13,11 @@ import torch
 from ds_cp.mask.queries import Queries
 
 
-class Heard(Exception):
+class KeysTold(Exception):
     """An indexer has said its keys [B, L, d], and need not go on."""
 
 
-class Stored:
+class StoredKeys:
     """In the place of the indexer's cache: answers with the keys that it was given, or ends the run and hands keys on."""
 
     def __init__(self, answer: torch.Tensor | None = None):
@@ -25,15 +25,15 @@ class Stored:
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
         if self.answer is None:
-            raise Heard(keys)
+            raise KeysTold(keys)
         return self.answer
 
     @property
-    def layers(self) -> "Stored":
+    def layers(self) -> "StoredKeys":
         """MiniMax asks the layers of a cache."""
         return self
 
-    def __getitem__(self, layer: int) -> "Stored":
+    def __getitem__(self, layer: int) -> "StoredKeys":
         return self
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Asked:
+class IndexerCall:
     """Some queries of this rank, side by side by document.
 
     Attributes:
@@ -92,16 +92,16 @@ def angles_of(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     return (angle.expand(len(given["hidden_states"]), -1, -1) for angle in given["position_embeddings"])
 
 
-def _deepseek(asked: Asked) -> torch.Tensor:
+def _deepseek(asked: IndexerCall) -> torch.Tensor:
     states, residual = asked.own("hidden_states"), asked.own("q_resid")
-    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=Stored(asked.keys))
+    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=StoredKeys(asked.keys))
     unseen = chosen > asked.queries.positions.unsqueeze(-1)  # a query with few keys gets hidden ones to fill up
     return chosen.masked_fill(unseen, -1).unsqueeze(1)
 
 
-def _qwen(asked: Asked) -> torch.Tensor:
+def _qwen(asked: IndexerCall) -> torch.Tensor:
     angles = [torch.cat(both, dim=1) for both in zip(asked.angles_of_keys, asked.angles())]
-    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), Stored(asked.keys))
+    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), StoredKeys(asked.keys))
     kept, chosen = kept.int().topk(min(_qwen_most(asked.indexer), kept.size(-1)))
     return chosen.masked_fill(kept == 0, -1)
 
@@ -110,20 +110,22 @@ def _qwen_most(indexer: torch.nn.Module) -> int:
     return indexer.token_budget + indexer.compress_ratio - 1
 
 
-def _minimax(asked: Asked) -> torch.Tensor:
+def _minimax(asked: IndexerCall) -> torch.Tensor:
     positions = asked.queries.positions.clamp(min=0)
-    return asked.run(asked.own("hidden_states"), asked.angles(), Stored(asked.keys), positions)
+    return asked.run(asked.own("hidden_states"), asked.angles(), StoredKeys(asked.keys), positions)
 
 
-def _deepseek_v4(asked: Asked) -> torch.Tensor:
+def _deepseek_v4(asked: IndexerCall) -> torch.Tensor:
     whole = asked.keys.size(1) // asked.indexer.compress_rate * asked.indexer.compress_rate
     states, residual = asked.own("hidden_states"), asked.own("q_residual")
     positions = asked.queries.positions.clamp(min=0)
-    return asked.run(states, residual, positions, Stored(asked.keys[:, :whole]), asked.given["layer_idx"]).unsqueeze(1)
+    return asked.run(
+        states, residual, positions, StoredKeys(asked.keys[:, :whole]), asked.given["layer_idx"]
+    ).unsqueeze(1)
 
 
 @dataclass(frozen=True)
-class Kind:
+class IndexerKind:
     """What is known of an indexer.
 
     Attributes:
@@ -135,7 +137,7 @@ class Kind:
         turns_keys: whether its keys are rotated after it has asked its cache.
     """
 
-    ask: Callable[[Asked], torch.Tensor]
+    ask: Callable[[IndexerCall], torch.Tensor]
     heads: Callable[[Any], int]
     most: Callable[[Any], int]
     groups: Callable[[Any], int] = lambda indexer: 1
@@ -143,17 +145,19 @@ class Kind:
     turns_keys: bool = False
 
 
-DEEPSEEK = Kind(_deepseek, heads=lambda indexer: indexer.n_heads, most=lambda indexer: indexer.index_topk)
-DEEPSEEK_V4 = Kind(_deepseek_v4, heads=lambda indexer: indexer.num_heads, most=lambda indexer: indexer.index_topk)
-QWEN = Kind(_qwen, heads=lambda indexer: 1, most=_qwen_most, turns_keys=True)
-MINIMAX = Kind(
+DEEPSEEK = IndexerKind(_deepseek, heads=lambda indexer: indexer.n_heads, most=lambda indexer: indexer.index_topk)
+DEEPSEEK_V4 = IndexerKind(
+    _deepseek_v4, heads=lambda indexer: indexer.num_heads, most=lambda indexer: indexer.index_topk
+)
+QWEN = IndexerKind(_qwen, heads=lambda indexer: 1, most=_qwen_most, turns_keys=True)
+MINIMAX = IndexerKind(
     _minimax,
     heads=lambda indexer: indexer.num_heads,
     most=lambda indexer: indexer.topk_blocks,
     groups=lambda indexer: indexer.num_heads,
     size=lambda indexer: indexer.block_size,
 )
-INDEXERS: dict[str, Kind] = {
+INDEXERS: dict[str, IndexerKind] = {
     "DeepseekV32Indexer": DEEPSEEK,
     "AXK2Indexer": DEEPSEEK,
     "Dots3NoteTextIndexer": DEEPSEEK,

@@ -1,0 +1,24 @@
+"""What a training step holds, in storages, not in the memory of a process."""
+
+from harness import batches, subject
+from harness.batches import BatchSpec
+
+
+def per_token(spec, config, checkpointing, lengths):
+    """Bytes that a token more on this rank adds to a step's peak."""
+    from ds_cp.cli.bench.probes import PeakStorages
+    from ds_cp.tiled import loss
+
+    loss.TILE_BYTES = 1 << 12  # what layers hold is looked at here
+    model = subject.changed_model(spec, config).train()
+    if checkpointing:
+        subject.enable_checkpointing(model, checkpointing)
+    peaks = []
+    for length in lengths:
+        inputs = batches.make(BatchSpec("dense", 1, length)).inputs
+        model(**inputs).loss.backward()
+        with PeakStorages() as storages:
+            model(**inputs).loss.backward()
+        peaks.append(storages.most)
+    few, many = (length // config["size"] for length in lengths)
+    return (peaks[1] - peaks[0]) / (many - few)
