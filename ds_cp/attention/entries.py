@@ -20,7 +20,7 @@ class Pooled:
     Attributes:
         keys: [B, h, T, d], which are values, too; with a gradient.
         start: [B, T] int64, where the document of each starts; -1 for none.
-        number: [B, T] int64, the how many-th of its document it is.
+        number: [B, T] int64, the index of its window within the document.
         rate: tokens of a window.
         origin, positions: [B, S'] int64, where each token's document starts, and where it stands in it.
         selected: those that an indexer has chosen, by number; None where it chooses none.

@@ -17,7 +17,7 @@ class Where(NamedTuple):
 
     Attributes:
         batch: its rows.
-        q, k: global positions of its queries [m] and keys [n].
+        q, k: global positions of its queries [m] and keys [n]; of entries their indices.
         beside: [B, H, m, c], the channels of its queries behind those that meet the keys; a term may read them.
         d_beside: the same of their gradient, to add to; None in the forward pass.
     """

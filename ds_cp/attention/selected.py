@@ -56,7 +56,7 @@ class Selected:
         return replace(self, group=self.group[heads])
 
     def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile is of one document."""
+        """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile of tokens is of one document."""
         by_block = hidden_but(self.chosen[where.batch][:, :, self.row[where.q]], self.count)
         blocks = self.block[where.batch][:, where.k]
         hidden = torch.stack([row[..., of_keys] for row, of_keys in zip(by_block, blocks)])

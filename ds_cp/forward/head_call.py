@@ -25,7 +25,7 @@ class HeadCall:
         targets: the labels that its loss takes, shifted or not, for every rank to look whether they are in the vocabulary.
         vocab: how many logits a token has; 0 where that is not known.
         ignore_index: the label that does not count.
-        input_ids: the same; the decoder may get embeddings instead.
+        input_ids: for the digest, too; the decoder may get embeddings instead.
         told: arguments about documents and positions that the caller gave to the head.
         region: set by the decoder that left its hidden states local.
         consumed: set by the loss.

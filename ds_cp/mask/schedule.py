@@ -243,7 +243,7 @@ class Step:
         rows: the source's rows that arrive, in its local indices.
         target_rows: this rank's rows that the target needs.
         tiles: work on the rows that arrived; key ranges count through ``rows``.
-        work: what kernels make of the tiles, filled at first use (:func:`ds_cp.attention.kernels.work`).
+        work: what was worked out of the step, each at its first use: calls of kernels, what they cover, blocks.
     """
 
     source: int
