@@ -53,10 +53,10 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_plan_says_what_was_decided_and_why(checkpoint, tmp_path):
+def test_plan_says_what_was_decided_and_why(here, checkpoint, tmp_path):
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"context_parallel": {"size": 2}}))
-    code, text = ds_cp("plan", checkpoint, "--config", config, "--world", "4", "--seq-len", "4096")
+    code, text = here("plan", checkpoint, "--config", config, "--world", "4", "--seq-len", "4096")
     assert code == 0, text
     assert "4 = dp 2 x ring 2 x ulysses 1" in text
     assert "ring (9 query and 3 key/value heads do not split over the ranks of a node)" in text
@@ -129,9 +129,10 @@ def test_verify_of_a_model_that_is_nowhere_starts_no_process(here):
     assert code == 1 and '"qwem3" is no checkpoint folder' in text and '"qwen3"' in text, text
 
 
-def test_doctor_sees_a_switched_off_activation():
-    assert ds_cp("doctor")[0] == 0
-    code, text = ds_cp("doctor", "--strict", DS_CP_DISABLE="1")
+def test_doctor_sees_a_switched_off_activation(here, monkeypatch):
+    assert ds_cp("doctor")[0] == 0  # in a process of its own, as users start it
+    monkeypatch.setenv("DS_CP_DISABLE", "1")
+    code, text = here("doctor", "--strict")
     assert code == 1 and "the key would be ignored" in text
 
 
