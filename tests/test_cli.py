@@ -21,9 +21,9 @@ from harness.models import ModelSpec
 from harness.workers import import_everything_once
 
 
-def ds_cp(*arguments, **environment):
+def ds_cp(*arguments):
     command = [sys.executable, "-c", "from ds_cp.cli import main; main()", *map(str, arguments)]
-    env = {**os.environ, "COLUMNS": "200", **environment}
+    env = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     return done.returncode, done.stdout + done.stderr
 
