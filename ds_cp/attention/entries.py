@@ -18,7 +18,7 @@ class Pooled:
     """The entries of all documents of each row, side by side. A query sees those of its document whose window is complete.
 
     Attributes:
-        keys: [B, h, T, d], which are values, too; with a gradient.
+        keys: [B, 1, T, d], one head for all queries, which are values, too; with a gradient.
         start: [B, T] int64, where the document of each starts; -1 for none.
         number: [B, T] int64, the index of its window within the document.
         rate: tokens of a window.
@@ -52,7 +52,7 @@ class WithEntries:
     Args:
         exchange: of the other steps.
         steps: this rank's schedule, the entries' step last.
-        keys: [B, h, T, d], of the entries; their values, too.
+        keys: [B, 1, T, d], of the entries; their values, too.
     """
 
     def __init__(self, exchange: Exchange, steps: Sequence[Step], keys: torch.Tensor):

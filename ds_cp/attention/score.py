@@ -43,7 +43,7 @@ class Entries(Protocol):
     """Keys that every rank holds whole, which are values, too; as a term it hides them from some queries, by their index."""
 
     keys: torch.Tensor
-    """[B, h, T, d], with a gradient."""
+    """[B, 1, T, d], one head for all queries, with a gradient."""
 
     def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
         """As of a term; ``where.k`` are indices of entries."""
