@@ -74,8 +74,8 @@ class Group:
             what: for the error message and the counters, e.g. ``"forward ring step 2"``.
         """
         by = dist if hasattr(dist, "batch_isend_irecv") else torch.distributed  # DeepSpeed has it since 0.19.8
-        ops = [by.P2POp(by.isend, tensor, self.ranks[peer], self.handle) for peer, tensor in sends]
-        ops += [by.P2POp(by.irecv, tensor, self.ranks[peer], self.handle) for peer, tensor in receives]
+        ops = [by.P2POp(by.isend, _numbers(tensor), self.ranks[peer], self.handle) for peer, tensor in sends]
+        ops += [by.P2POp(by.irecv, _numbers(tensor), self.ranks[peer], self.handle) for peer, tensor in receives]
         if not ops:
             return Pending(self, [], what, ())
         self._count(what, [tensor for _, tensor in sends])
@@ -92,7 +92,7 @@ class Group:
         self._count(what, [tensor])
         self.sent[what.split(" ", 1)[0]] -= tensor.nbytes * send_counts[self.rank] // max(1, len(tensor))
         with self._waiting(what):
-            dist.all_to_all_single(received, tensor.contiguous(), *sizes, self.handle)
+            dist.all_to_all_single(_numbers(received), _numbers(tensor).contiguous(), *sizes, self.handle)
         return received
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Group:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._count(what, [tensor] * (self.size - 1))
         with self._waiting(what):
-            dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), self.handle)
+            dist.all_gather_into_tensor(_numbers(gathered.flatten(0, 1)), _numbers(tensor).contiguous(), self.handle)
         return gathered
 
     def reduce_scatter(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Group:
         part = torch.empty_like(tensor[0])
         self._count(what, [tensor[1:]])
         with self._waiting(what):
-            dist.reduce_scatter_tensor(part, tensor.contiguous().flatten(0, 1), group=self.handle)
+            dist.reduce_scatter_tensor(_numbers(part), _numbers(tensor).contiguous().flatten(0, 1), group=self.handle)
         return part
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Group:
         total = tensor.clone()
         self._count(what, [tensor])
         with self._waiting(what):
-            dist.all_reduce(total, group=self.handle)
+            dist.all_reduce(_numbers(total), group=self.handle)
         return total
 
     def all_gather_object(self, value: object, what: str) -> list:
@@ -125,6 +125,15 @@ class Group:
         with self._waiting(what):
             torch.distributed.all_gather_object(values, value, group=self.handle)
         return values
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """What a backend is given: the tensor without its graph.
+
+    A backend's thread lets go of a message some time after the wait for it has ended. What was received is by then the output
+    of an autograd function: the thread would keep a whole step's activations alive, and be the one that frees them.
+    """
+    return tensor.detach()
 
 
 class _Waiting:

@@ -229,7 +229,28 @@ def boxes():
     return [each for each in gc.get_objects() if type(each) is Kept]
 
 
+def backend_that_lets_go_of_messages_late():
+    """A backend's threads do, now and then; here everything that was sent or received stays for ever."""
+    from ds_cp import mesh
+
+    held = []
+
+    def holding(function):
+        def communicate(*args, **kwargs):
+            held.append((args, kwargs))
+            return function(*args, **kwargs)
+
+        return communicate
+
+    for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv"):
+        if hasattr(mesh.dist, name):
+            setattr(mesh.dist, name, holding(getattr(mesh.dist, name)))
+        setattr(torch.distributed, name, holding(getattr(torch.distributed, name)))
+    return held
+
+
 def what_is_left(config, kind):
+    messages = backend_that_lets_go_of_messages_late()
     model = subject.changed_model(LLAMA, config).train()
     subject.enable_checkpointing(model, kind)
     inputs = batches.make(PACKED).inputs
@@ -253,14 +274,14 @@ def what_is_left(config, kind):
     gc.collect()
     never_used = len(boxes())
     same = all(torch.equal(first[name], second[name]) for name in first)
-    return held, after_backward, gone, without_graph, never_used, same
+    return len(messages) > 0, held, after_backward, gone, without_graph, never_used, same
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 2)], ids=str)
 def test_what_is_kept_is_let_go_when_it_was_used_and_never_kept_without_a_graph(workers, way, kind):
     for result in workers(2).run(what_is_left, config_of(*way), kind):
-        assert result == (LLAMA.layers, 0, 0, 0, 0, True)
+        assert result == (True, LLAMA.layers, 0, 0, 0, 0, True)
 
 
 def step_that_counts_what_leaves(config):
