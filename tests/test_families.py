@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds_cp.cli.shrink import causal_lm, tiny_config
-from ds_cp.patches.transformers.models import indexers, inkling, recurrent
+from ds_cp.patches.transformers.models import recurrent
+from ds_cp.patches.transformers.models.families import REPLACED
 from harness import families
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
@@ -85,12 +86,12 @@ NO_LONGER_KNOWN = [
     ("xlstm", (recurrent.PARTS, "xLSTMLayer"), r"pass from token to token in blocks\.0 \(xLSTMBlock\) and \d+ more"),
     (
         "inkling_text",
-        (inkling.BIASES, "InklingRelativeLogits"),
+        (REPLACED, "InklingRelativeLogits"),
         r"key in layers\.0\.self_attn \(InklingAttention\) and \d+ more",
     ),
     (
         "qwen4_exp_text",
-        (indexers.INDEXERS, "Qwen4ExpTextQSAIndexer"),
+        (REPLACED, "Qwen4ExpTextQSAIndexer"),
         r"layers\.3 \(.*\) and \d+ more, of kind \"indexed_att",
     ),
 ]

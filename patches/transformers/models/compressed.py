@@ -19,8 +19,9 @@ from ds_cp.attention.selected import Selected
 from ds_cp.forward.region import Region
 from ds_cp.forward.running import current
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.models.indexers import COMPRESSORS, StoredKeys
+from ds_cp.patches.transformers.models.indexers import StoredKeys
 from ds_cp.patches.transformers.models.plain import runs_alone
+from ds_cp.patches.transformers.models.replacement import Replacement
 
 
 class Windows(NamedTuple):
@@ -143,4 +144,8 @@ def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -
     return Pooled(keys, start, number, rate, origin, positions, selected)
 
 
-FORWARDS: dict[str, Callable] = dict.fromkeys(COMPRESSORS, compress) | {"DeepseekV4Attention": attention}
+REPLACED: dict[str, Replacement] = {
+    "DeepseekV4Attention": Replacement(attention),
+    "DeepseekV4CSACompressor": Replacement(compress, of="compressor"),
+    "DeepseekV4HCACompressor": Replacement(compress, of="compressor"),
+}

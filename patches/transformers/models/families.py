@@ -18,7 +18,8 @@ from ds_cp.attention.terms import Bucketed, Linear
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.masks import CrossMask
-from ds_cp.patches.transformers.models import compressed, indexed, indexers, inkling, plain, positions, xlm
+from ds_cp.patches.transformers.models import compressed, indexed, inkling, plain, positions, xlm
+from ds_cp.patches.transformers.models.replacement import Replacement
 
 
 def bloom(original: Callable, self: Any, hidden_states, residual, alibi, attention_mask, **kwargs):
@@ -129,65 +130,53 @@ def _by_bucket(
     return self.o(out.flatten(2))
 
 
-FORWARDS: dict[str, Callable] = (
-    plain.FORWARDS
-    | indexed.FORWARDS
-    | inkling.FORWARDS
-    | compressed.FORWARDS
-    | {
-        "T5Attention": t5,
-        "MT5Attention": t5,
-        "UMT5Attention": umt5,
-        "BloomAttention": bloom,
-        "FalconAttention": falcon,
-        "MptAttention": mpt,
-        "Llama4TextAttention": llama4,
-    }
-)
-METHODS: dict[str, tuple[str, Callable]] = plain.METHODS | xlm.METHODS
-"""By class: the method that computes attention from q, k and v, and what runs in its place."""
-
-BESIDE_ATTENTION = frozenset({*indexed.FORWARDS, *indexers.COMPRESSORS, *inkling.BIASES})
-"""Classes whose forward is replaced and that do not attend themselves."""
+REPLACED: dict[str, Replacement] = {
+    "T5Attention": Replacement(t5),
+    "MT5Attention": Replacement(t5),
+    "UMT5Attention": Replacement(umt5),
+    "BloomAttention": Replacement(bloom),
+    "FalconAttention": Replacement(falcon),
+    "MptAttention": Replacement(mpt),
+    "Llama4TextAttention": Replacement(llama4),
+    **plain.REPLACED,
+    **xlm.REPLACED,
+    **indexed.REPLACED,
+    **compressed.REPLACED,
+    **inkling.REPLACED,
+}
+"""By class; by module and class where others have the same name."""
 
 BIAS_HANDLED = frozenset({"mt5", "t5", "umt5"})
 """Model types whose relative position bias comes from a forward of this file."""
 
 
-def replaced(kind: type) -> tuple[str, Callable] | None:
-    """Which method of an attention class of transformers is replaced, and by what."""
+def replaced(kind: type) -> Replacement | None:
+    """What runs in the place of a method of a class of transformers."""
     if not kind.__module__.startswith("transformers."):
         return None
-    for name in (kind.__name__, f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"):
-        if name in FORWARDS:
-            return "forward", FORWARDS[name]
-        if name in METHODS:
-            return METHODS[name]
-    return None
+    return REPLACED.get(kind.__name__) or REPLACED.get(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
 
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     """Bind the forwards that a decoder's attention modules need, and tell it positions; returns what undoes it."""
-    bound, others = [], [part.attach(decoder) for part in (positions, xlm, indexed)]
-    for module in decoder.modules():
-        found = replaced(type(module))
-        if found is not None:
-            name, replacement = found
-            setattr(module, name, MethodType(partial(_call, name, replacement), module))
-            bound.append((module, name))
+    known = {module: found for module in decoder.modules() if (found := replaced(type(module)))}
+    choosing = [module for module, found in known.items() if found.of in ("indexer", "compressor")]
+    others = [positions.attach(decoder), xlm.attach(decoder), indexed.attach(choosing)]
+    for module, found in known.items():
+        setattr(module, found.method, MethodType(partial(_call, found), module))
 
     def undo() -> None:
-        for module, name in bound:
-            module.__dict__.pop(name, None)
+        for module, found in known.items():
+            module.__dict__.pop(found.method, None)
         for forget in others:
             forget()
 
     return undo
 
 
-def _call(name: str, replacement: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(replacement: Replacement, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # the class's own method is looked up here: a deep copy of the model must run on the copy's weights
-    return replacement(MethodType(getattr(type(self), name), self), self, *args, **kwargs)
+    return replacement.run(MethodType(getattr(type(self), replacement.method), self), self, *args, **kwargs)
 
 
 def _slopes(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor:

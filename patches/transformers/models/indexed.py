@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -22,7 +22,6 @@ from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import CAUSAL
 from ds_cp.patches.transformers.memory.bound import make_leaves
 from ds_cp.patches.transformers.models.indexers import (
-    COMPRESSORS,
     DEEPSEEK,
     INDEXERS,
     IndexerCall,
@@ -31,18 +30,18 @@ from ds_cp.patches.transformers.models.indexers import (
     StoredKeys,
     angles_of,
 )
+from ds_cp.patches.transformers.models.replacement import Replacement
 
 CHUNK_BYTES = 256 << 20
 """Scores that one piece of queries may take: heads x queries x keys in fp32."""
 
 
-def attach(decoder: torch.nn.Module) -> Callable[[], None]:
-    """Make each indexer and compressor of a decoder a leaf for ZeRO-3, which then gathers its weights once, in however many
-    pieces it runs; their number depends on the batch. Returns what undoes it."""
-    bound = [module for module in decoder.modules() if type(module).__name__ in (*INDEXERS, *COMPRESSORS)]
-    for module in bound:
+def attach(choosing: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    """Make each indexer and compressor a leaf for ZeRO-3, which then gathers its weights once, in however many pieces it runs;
+    their number depends on the batch. Returns what undoes it."""
+    for module in choosing:
         patches.require(type(module), "forward", "it asks its cache for the keys of the past", "cache")
-    return make_leaves(bound)
+    return make_leaves(choosing)
 
 
 @torch.compiler.disable
@@ -158,4 +157,6 @@ def hide(
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
-FORWARDS: dict[str, Callable] = {name: partial(choose, kind) for name, kind in INDEXERS.items()}
+REPLACED: dict[str, Replacement] = {
+    name: Replacement(partial(choose, kind), of="indexer") for name, kind in INDEXERS.items()
+}

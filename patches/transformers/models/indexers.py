@@ -168,7 +168,3 @@ INDEXERS: dict[str, IndexerKind] = {
     "Qwen4ExpTextQSAIndexer": QWEN,
 }
 """Indexers, by class."""
-
-
-COMPRESSORS = ("DeepseekV4CSACompressor", "DeepseekV4HCACompressor")
-"""What pools keys, by class (:mod:`.compressed`)."""

@@ -13,6 +13,7 @@ import torch
 from ds_cp.forward.running import current
 from ds_cp.patches.transformers.attention import QueryBias, attention_forward
 from ds_cp.patches.transformers.models.plain import runs_alone
+from ds_cp.patches.transformers.models.replacement import Replacement
 
 
 def attention(original: Callable, self: Any, hidden_states, attention_mask, conv_mask=None, cache=None, **kwargs):
@@ -57,9 +58,9 @@ def bias_of_states(original: Callable, self: Any, hidden_states, relative_distan
     return QueryBias(self.norm(weights, position_ids).transpose(1, 2), self.proj.clone())
 
 
-BIASES: dict[str, Callable] = {
-    "InklingRelativeLogits": bias_of_weights,
-    "Inkling2RelativePositionBias": bias_of_states,
-    "Inkling2LoopRelativePositionBias": bias_of_states,
+REPLACED: dict[str, Replacement] = {
+    "InklingAttention": Replacement(attention),
+    "InklingRelativeLogits": Replacement(bias_of_weights, of="bias"),
+    "Inkling2RelativePositionBias": Replacement(bias_of_states, of="bias"),
+    "Inkling2LoopRelativePositionBias": Replacement(bias_of_states, of="bias"),
 }
-FORWARDS: dict[str, Callable] = BIASES | {"InklingAttention": attention}

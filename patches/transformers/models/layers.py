@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_cp.patches.transformers.attention import ACROSS_LAYERS
-from ds_cp.patches.transformers.models import families, indexers, inkling
+from ds_cp.patches.transformers.models import families
 from ds_cp.patches.transformers.models.code import names_in
 from ds_cp.patches.transformers.models.recurrent import is_shared
 
@@ -57,9 +57,11 @@ def mixers(decoder: torch.nn.Module) -> int:
 
 def with_own_bias(decoder: torch.nn.Module) -> list[str]:
     """Attention modules that compute a bias of their own from queries and distances, in a way that ds_cp does not know."""
-    known = {type(None).__name__, *inkling.BIASES}
     return _outermost(
-        decoder, lambda module: any(type(getattr(module, name, None)).__name__ not in known for name in OWN_BIAS)
+        decoder,
+        lambda module: any(
+            part is not None and _is(part) != "bias" for part in (getattr(module, n, None) for n in OWN_BIAS)
+        ),
     )
 
 
@@ -70,7 +72,7 @@ def attends(decoder: torch.nn.Module) -> bool:
 
 def has_indexer(decoder: torch.nn.Module) -> bool:
     """Whether what chooses the keys of its queries is a module that ds_cp hands the keys of the whole sequence."""
-    return any(type(module).__name__ in (*indexers.INDEXERS, *indexers.COMPRESSORS) for module in decoder.modules())
+    return any(_is(module) in ("indexer", "compressor") for module in decoder.modules())
 
 
 def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
@@ -122,11 +124,15 @@ def _reaches_interface(module: torch.nn.Module) -> bool:
 
 
 def _attends_itself(module: torch.nn.Module) -> bool:
+    if (known := _is(module)) is not None:
+        return known == "attention"
     kind = type(module)
-    if (
-        kind.__name__ in families.BESIDE_ATTENTION
-        or kind.__name__ in ACROSS_LAYERS
-        or isinstance(module, PreTrainedModel)
-    ):
+    if kind.__name__ in ACROSS_LAYERS or isinstance(module, PreTrainedModel):
         return False
-    return families.replaced(kind) is not None or "ALL_ATTENTION_FUNCTIONS" in names_in(kind)
+    return "ALL_ATTENTION_FUNCTIONS" in names_in(kind)
+
+
+def _is(module: Any) -> str | None:
+    """What a class is whose method is replaced (:class:`~.replacement.Replacement`)."""
+    found = families.replaced(type(module))
+    return found and found.of

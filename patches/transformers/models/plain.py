@@ -17,6 +17,7 @@ from ds_cp.forward.region import MaskDescriptor
 from ds_cp.forward.running import current
 from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.patches.transformers.attention import attention_forward
+from ds_cp.patches.transformers.models.replacement import Replacement
 
 
 def projected(original: Callable, self: Any, hidden_states, *args, **kwargs):
@@ -148,18 +149,16 @@ def of_running(rule: Any, module: torch.nn.Module) -> MaskDescriptor | None:
     return None
 
 
-FORWARDS: dict[str, Callable] = {
-    "TrOCRAttention": projected,
-    "XGLMAttention": projected,
-    "MvpAttention": projected,
-    "MegatronBertSelfAttention": bert,
-    "RemBertSelfAttention": bert,
-    "BigBirdSelfAttention": bert,
-    "RoFormerSelfAttention": bert,
-    "DogeAttention": doge,
-}
-METHODS: dict[str, tuple[str, Callable]] = {
-    "GPTNeoXJapaneseAttention": ("_attn", gpt_neox_japanese),
-    "GPTNeoSelfAttention": ("_attn", gpt_neo),
-    "modeling_openai.Attention": ("_attn", openai),
+REPLACED: dict[str, Replacement] = {
+    "TrOCRAttention": Replacement(projected),
+    "XGLMAttention": Replacement(projected),
+    "MvpAttention": Replacement(projected),
+    "MegatronBertSelfAttention": Replacement(bert),
+    "RemBertSelfAttention": Replacement(bert),
+    "BigBirdSelfAttention": Replacement(bert),
+    "RoFormerSelfAttention": Replacement(bert),
+    "DogeAttention": Replacement(doge),
+    "GPTNeoXJapaneseAttention": Replacement(gpt_neox_japanese, "_attn"),
+    "GPTNeoSelfAttention": Replacement(gpt_neo, "_attn"),
+    "modeling_openai.Attention": Replacement(openai, "_attn"),
 }

@@ -12,6 +12,7 @@ from ds_cp.mask.rules import CAUSAL, EVERYTHING
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.models.plain import of_running
+from ds_cp.patches.transformers.models.replacement import Replacement
 
 
 def attend(original: Callable, self: Any, input, mask, kv=None, cache=None, output_attentions=False, **kwargs):
@@ -67,4 +68,4 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     return undo
 
 
-METHODS: dict[str, tuple[str, Callable]] = {"modeling_xlm.MultiHeadAttention": ("forward", attend)}
+REPLACED: dict[str, Replacement] = {"modeling_xlm.MultiHeadAttention": Replacement(attend)}

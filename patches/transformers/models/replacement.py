@@ -1,0 +1,19 @@
+"""What runs in the place of a class's method, where that would count, choose or attend on a shard: the row of one table."""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+
+class Replacement(NamedTuple):
+    """What is known of a class of transformers.
+
+    Attributes:
+        run: gets the original method, the module, and what the method is called with.
+        method: the one in whose place it runs.
+        of: what the class is: "attention", or the part of one that is an "indexer", a "compressor" or a "bias".
+    """
+
+    run: Callable
+    method: str = "forward"
+    of: str = "attention"
