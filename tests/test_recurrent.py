@@ -1,5 +1,6 @@
 """Recurrent layers and short convolutions: the same numbers as one process that runs each document alone."""
 
+import dataclasses
 import importlib.util
 import inspect
 import pkgutil
@@ -17,6 +18,7 @@ from harness.models import ModelSpec
 from harness.oracle import truth
 
 DENSE, PACKED = BatchSpec("dense", 2, 37), BatchSpec("packed", 3, 53)
+OF_THE_HEAD = ("shift_labels", "num_items_in_batch as a tensor")
 LEFT, RIGHT = BatchSpec("left_pad", 3, 37), BatchSpec("right_pad", 3, 37)
 TWO_HEADS = (("linear_num_value_heads", 2), ("linear_num_key_heads", 1))
 
@@ -28,7 +30,7 @@ CASES = [
     ("qwen3_next", TWO_HEADS, ("ring", 3), PACKED),
     ("kimi_linear", (), ("hybrid", 4), PACKED),
     # Mamba-2: groups that all heads share; more than one per rank, or less
-    ("bamba", (), ("allgather", 3), PACKED),
+    ("bamba", (), ("allgather", 3), dataclasses.replace(PACKED, extras=OF_THE_HEAD)),
     ("mamba2", (), ("ring", 4), LEFT),
     ("nemotron_h", (), ("ulysses", 2), DENSE),
     ("falcon_h1", (), ("hybrid", 4), LEFT),

@@ -15,6 +15,8 @@ from ds_cp.patches.transformers import masks
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
 
+OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+"""Arguments for the head alone. Heads pass them on to their stacks, and these to layers, which do not look at them."""
 
 PADS_BY_ID = frozenset({"T5GemmaDecoder"})
 """Stacks that take their padding from the ids where there is no mask."""

@@ -10,7 +10,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks
-from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS
+from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD
 
 WHOLE = (*ENCODER, "cross_attention_states")
 """Tensors of a second sequence; its length may be that of the first by chance."""
@@ -24,7 +24,7 @@ def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) 
     positions = given.get("position_ids")
     region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
     for name, value in given.items():
-        if name in FLASH_FACTS:
+        if name in FLASH_FACTS or name in OF_THE_HEAD:
             continue
         value = masks.each(value, lambda mask: mask.bind(region))
         if name == "position_ids" and value is not None:

@@ -31,9 +31,6 @@ from ds_cp.tiled.layer import run_in_tiles
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
 
-OF_THE_HEAD = frozenset({"labels", "shift_labels", "num_items_in_batch", "logits_to_keep"})
-"""Arguments that models pass on to their layers, which do not look at them."""
-
 CACHES = (*prefill.CACHES, "layer_past")
 UNKNOWN = (
     f'and "{KEY}.offload_kv" does not know which part of it belongs to which token: each tile would get all of it. Take the '
@@ -145,7 +142,7 @@ def _cutter(layer: torch.nn.Module, name: str, value: Any, length: int) -> Calla
         dim = TOKEN_DIM[name] % value.dim()
         if value.size(dim) == length:
             return lambda tokens: value[(slice(None),) * dim + (tokens,)]
-    if name in OF_THE_HEAD or value is None or isinstance(value, (bool, int, float, str, MaskDescriptor)):
+    if value is None or isinstance(value, (bool, int, float, str, MaskDescriptor)):
         return lambda tokens: value
     raise BatchError(f"{type(layer).__name__} gets {name}, {kind(value)}, {UNKNOWN}")
 
