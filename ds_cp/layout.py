@@ -1,9 +1,9 @@
 """Which token is where: the only file that knows how a sequence is cut.
 
 A sequence of ``S`` tokens is padded to ``S'`` and shared twice: by the *ring axis* (zigzag, contiguous or cut for one
-batch by :mod:`ds_cp.balance`), and each ring shard again by the *ulysses axis*, in contiguous pieces, so that the all-to-all over ulysses restores the ring
-shard's own order. A rank's tokens are a few *runs*, half-open ranges of global positions, in increasing order: the map
-from local index to global position is monotone, and masks rely on it.
+batch by :mod:`ds_cp.balance`), and each ring shard again by the *ulysses axis*, in contiguous pieces, so that the
+all-to-all over ulysses restores the ring shard's own order. A rank's tokens are a few *runs*, half-open ranges of global
+positions, in increasing order: the map from local index to global position is monotone, and masks rely on it.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ class Layout:
 
         if self.chunks == self.ring:
             return tuple((run(r),) for r in range(self.ring))
-        pairs = (((r, self.chunks - 1 - r)) for r in range(self.ring))
+        pairs = ((r, self.chunks - 1 - r) for r in range(self.ring))
         return tuple(_merge_adjacent([run(first), run(second)]) for first, second in pairs)
 
     def runs(self, cp_rank: int) -> tuple[Run, ...]:
         """Runs of global positions that one rank holds; ``cp_rank = ring_rank * ulysses + ulysses_rank``."""
         ring_rank, ulysses_rank = divmod(cp_rank, self.ulysses)
         return slice_runs(self.ring_runs[ring_rank], ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
+
+    def positions(self, ring_rank: int, device: torch.device) -> torch.Tensor:
+        """Global positions of the tokens of a ring shard, in its order, int64."""
+        return torch.cat([torch.arange(*run, device=device) for run in self.ring_runs[ring_rank]])
 
     def shard(self, full: torch.Tensor, dim: int, cp_rank: int, pad_value: float = 0) -> torch.Tensor:
         """A rank's tokens: ``[..., S, ...] -> [..., L, ...]``; tokens past S are ``pad_value``.

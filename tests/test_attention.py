@@ -9,7 +9,7 @@ from ds_cp.attention import in_process, kernels
 from ds_cp.attention.kernels import torch_flash
 from ds_cp.attention.merge import merge
 from ds_cp.attention.score import Score
-from ds_cp.attention.sums import plan
+from ds_cp.attention.sums import kernel_calls
 from ds_cp.attention.ulysses import HeadSplit, Ulysses
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
@@ -221,23 +221,23 @@ def planned(lengths, ranks, rank, kernel="torch"):
         Layout(sum(lengths), ranks, 1, "contiguous"),
         rank,
     )
-    found = plan(steps, kernels.make(kernel), CPU, 1)
-    assert plan(steps, kernels.make(kernel), CPU, 1) is found, "made once per schedule"
+    found = kernel_calls(steps, kernels.make(kernel), CPU, 1)
+    assert kernel_calls(steps, kernels.make(kernel), CPU, 1) is found, "made once per schedule"
     return found
 
 
 def test_documents_of_one_length_are_one_call_that_is_never_added_up():
     found = planned([8, 8, 8, 8], 2, 1)
-    assert [len(step) for step in found.pieces] == [1, 0]
-    assert found.pieces[0][0].work.times == 2
+    assert [len(step) for step in found.calls] == [1, 0]
+    assert found.calls[0][0].work.times == 2
     assert found.queries.alone and found.keys[0].alone
 
 
 def test_rows_are_written_by_who_comes_first_and_added_to_by_the_rest():
     """Rank 1 of 2 holds positions 8-15; the document 4-11 needs four rows of rank 0."""
-    own, arrived = planned([4, 8, 4], 2, 1).pieces
-    assert [(piece.q.index[2], piece.q.first, piece.k.first) for piece in own] == [(slice(0, 8), True, True)]
-    assert [(piece.q.index[2], piece.q.first, piece.k.first) for piece in arrived] == [(slice(0, 4), False, True)]
+    own, arrived = planned([4, 8, 4], 2, 1).calls
+    assert [(call.q.index[2], call.q.first, call.k.first) for call in own] == [(slice(0, 8), True, True)]
+    assert [(call.q.index[2], call.q.first, call.k.first) for call in arrived] == [(slice(0, 4), False, True)]
     coverage = planned([4, 8, 4], 2, 1)
     assert not coverage.queries.gaps and not coverage.queries.alone
     assert coverage.keys[0].alone and coverage.keys[1].alone

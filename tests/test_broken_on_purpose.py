@@ -26,13 +26,13 @@ def merge_without_the_new_maximum(patch):
 def one_exchange_step_is_skipped(patch):
     from ds_cp.attention.exchange import PeerExchange
 
-    pieces = PeerExchange.pieces
+    arrivals = PeerExchange.arrivals
 
     def all_but_the_last(self, key, value):
-        found = list(pieces(self, key, value))
+        found = list(arrivals(self, key, value))
         return iter(found[:-1] if self.word == "forward" else found)
 
-    patch(PeerExchange, "pieces", all_but_the_last)
+    patch(PeerExchange, "arrivals", all_but_the_last)
 
 
 def gradients_of_keys_do_not_come_home(patch):

@@ -22,7 +22,7 @@ def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, m
         exchange = PeerExchange(group, schedule(segments, layout, group.rank), ahead, "forward")
         key = torch.full((1, 2, 8, 4), float(group.rank))
         held, home = [], (torch.zeros_like(key), torch.zeros_like(key))
-        for step, k, v in exchange.pieces(key, key + 0.5):
+        for step, k, v in exchange.arrivals(key, key + 0.5):
             assert (k == step.source).all() and (v == step.source + 0.5).all()
             held += [k] if step.source != group.rank else []  # held: an allocator could not lend it again
             if step.source != group.rank:

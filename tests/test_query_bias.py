@@ -5,7 +5,7 @@ import torch
 
 from ds_cp.attention import in_process
 from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.score import Score
 from ds_cp.attention.terms import Profiles
@@ -53,7 +53,7 @@ def test_what_travels_with_the_queries_equals_the_formulas(ranks, layout):
             lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
             ReferenceKernel(),
             Score(0.3, terms=(Profiles(own),), sinks_beside=True),
-            lambda step: (owned[group.rank], select(owned[step.source], step.rows)),
+            owned.__getitem__,
         )
         out.backward(cut.shard(grad_out, 2, group.rank))
         return [out.detach(), *(x.grad for x in local)], own.grad

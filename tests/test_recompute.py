@@ -242,7 +242,13 @@ def backend_that_lets_go_of_messages_late():
 
         return communicate
 
-    for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv"):
+    for name in (
+        "all_reduce",
+        "all_to_all_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "batch_isend_irecv",
+    ):
         if hasattr(mesh.dist, name):
             setattr(mesh.dist, name, holding(getattr(mesh.dist, name)))
         setattr(torch.distributed, name, holding(getattr(torch.distributed, name)))

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels import reference
 from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.score import Dropout, Score, Where
@@ -223,7 +223,7 @@ def test_no_kernel_holds_the_scores_of_all_pairs(rule, score, monkeypatch):
             lambda word: PeerExchange(group, steps, 1, word),
             reference.ReferenceKernel(),
             score,
-            lambda step: (index, index),
+            lambda rank: index,
         )
         out.backward(grad_out)
     assert largest.elements <= max(heads * 64 * 64, 2 * heads * length * dim)
@@ -249,7 +249,7 @@ def test_a_learned_bias_by_distance_and_its_table_equal_the_formulas(ranks, layo
             lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
             ReferenceKernel(),
             Score(0.3, terms=(Bucketed(own, bucket),)),
-            lambda step: (owned[group.rank], select(owned[step.source], step.rows)),
+            owned.__getitem__,
         )
         out.backward(cut.shard(grad_out, 2, group.rank))
         return out.detach(), own.grad
@@ -297,6 +297,6 @@ def test_nothing_in_a_layer_waits_for_the_device(score):
             lambda word: PeerExchange(group, steps, 1, word),
             kernel,
             score,
-            lambda step: (index, index),
+            lambda rank: index,
         )
         out.backward(grad_out)

@@ -10,11 +10,12 @@ import torch
 from ds_cp.attention.exchange import Exchange, Pair, as_heads
 from ds_cp.attention.score import Where
 from ds_cp.attention.selected import Selected
+from ds_cp.attention.terms import as_bias
 from ds_cp.mask.schedule import Step
 
 
 @dataclass(frozen=True, eq=False)
-class Pooled:
+class PooledEntries:
     """The entries of all documents of each row, side by side. A query sees those of its document whose window is complete.
 
     Attributes:
@@ -39,10 +40,10 @@ class Pooled:
         origin, positions = (x[where.batch][:, where.q, None] for x in (self.origin, self.positions))
         start, number = (x[where.batch][:, None, where.k] for x in (self.start, self.number))
         seen = (start == origin) & (number < (positions + 1) // self.rate)
-        hidden = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, float("-inf")).unsqueeze(1)
+        hidden = as_bias(seen, dtype).unsqueeze(1)
         return hidden if self.selected is None else hidden + self.selected.of(where, dtype)
 
-    def of_heads(self, heads: slice) -> "Pooled":
+    def of_heads(self, heads: slice) -> "PooledEntries":
         return replace(self, selected=self.selected and self.selected.of_heads(heads))
 
 
@@ -58,8 +59,8 @@ class WithEntries:
     def __init__(self, exchange: Exchange, steps: Sequence[Step], keys: torch.Tensor):
         self.steps, self._exchange, self._keys, self._gradient = steps, exchange, keys, None
 
-    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        yield from self._exchange.pieces(key, value)
+    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        yield from self._exchange.arrivals(key, value)
         yield self.steps[-1], self._keys, self._keys
 
     def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:

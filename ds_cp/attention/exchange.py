@@ -29,7 +29,7 @@ class Exchange(Protocol):
 
     steps: Sequence[Step]
 
-    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         """Yield (step, K, V of the rows that arrived) for each step; this rank's own come first, as given."""
 
     def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
@@ -41,10 +41,10 @@ class Exchange(Protocol):
 
 
 class InTurn:
-    """Memory that the pieces of one pass use in turn, so that a pass allocates as often as pieces are in use at a time.
+    """Memory that the rows of a pass's steps use in turn, so that a pass allocates as often as steps are in use at a time.
 
-    A piece's memory is lent again ``turns`` pieces later. On CUDA whoever writes to it then must stand behind its last
-    reader in the current stream's order, as :meth:`Group.swap` does. It goes with the pass: nothing lives on that the rest
+    A step's memory is lent again ``turns`` steps later. On CUDA whoever writes to it then must stand behind its last
+    reader in the current stream's order, as every :meth:`Group.swap` does, which starts behind what is queued. It goes with the pass: nothing lives on that the rest
     of a layer could use better, and an exception leaves nothing that could be lent twice.
     """
 
@@ -52,9 +52,9 @@ class InTurn:
         self._turns: deque[torch.Tensor | None] = deque([None] * turns)
 
     def rows(self, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised rows of a shape; all pieces' rows look alike, only their number differs."""
+        """Uninitialised rows of a shape."""
         memory = self._turns.popleft()
-        if memory is None or len(memory) < shape[0]:
+        if memory is None or len(memory) < shape[0] or memory.shape[1:] != tuple(shape[1:]):
             memory = like.new_empty(shape, dtype=dtype)
         self._turns.append(memory)
         return memory[: shape[0]]
@@ -75,7 +75,7 @@ class PeerExchange:
         self._arriving, self._home = InTurn(ahead + 1), InTurn(1)  # a step's rows are used while others are under way
         self._returning: tuple[Pending, torch.Tensor, tuple[Run, ...]] | None = None
 
-    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         sends = any(step.target_rows for step in self.steps[1:])
         like_a_row = (key.size(0), key.size(1), key.size(-1) + value.size(-1))
         rows = as_rows(key, value) if sends else key.new_empty((0, *like_a_row))

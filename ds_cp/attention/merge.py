@@ -28,7 +28,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 def in_passes(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """The formula of :func:`merge`."""
-    weight = torch.sigmoid(part_lse - lse).nan_to_num_(nan=0.0)  # -inf - -inf: no key on either side
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == float("-inf"), 0)  # or no key on either side is NaN
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 

@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, zip_longest
-from typing import Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_cp.attention.exchange import Pair, as_heads, as_rows, select
+from ds_cp.attention.exchange import Pair, as_heads, as_rows
 from ds_cp.attention.ulysses import Heads, Tensors
 from ds_cp.layout import Run, slice_runs
 from ds_cp.mask.schedule import Step, Tile, count, cut
@@ -143,7 +143,7 @@ class Held:
 
     def exchange(self, span: Run) -> "FromHost":
         """How the queries of a span meet all keys; what it needs is worked out once per batch."""
-        queries, known = tuple(self._spread(span)), self.steps[0].work
+        queries, known = tuple(self._spread(span)), self.steps[0].derived
         if ("blocks", self.block, queries) not in known:
             known["blocks", self.block, queries] = self._plan(queries)
         return FromHost(self, *known["blocks", self.block, queries])
@@ -233,7 +233,7 @@ class FromHost:
         self.steps = [queries, *blocks]
         self._held, self._blocks = held, blocks
 
-    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         arriving = (self._held.fetch(*block) for block in self._blocks.items())
         under_way = next(arriving, None)
         yield self.steps[0], key, value
@@ -246,11 +246,6 @@ class FromHost:
 
     def finish(self, home: Pair) -> None:
         """Nothing is under way."""
-
-    def locate(self, positions: Callable[[int], torch.Tensor], step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global positions of the queries and of the rows of a block, from those of a ring rank's shard."""
-        queries = self.steps[0]
-        return select(positions(queries.source), queries.rows), select(positions(step.source), step.rows)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """What happens to q k^T between the product and the softmax, and to the probabilities behind it, as data for the kernels.
 
 In order: scale, softcap, terms (ALiBi, a mask by index, ...), softmax with an optional sink, dropout. What depends on
-where a token stands is given global positions by the engine, so it does not matter how the sequence is cut.
+where a token stands is given global positions (by :mod:`.attend`), so it does not matter how the sequence is cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from ds_cp.attention.entries import PooledEntries
 
 
 class Where(NamedTuple):
@@ -30,25 +33,15 @@ class Where(NamedTuple):
 
 
 class Term(Protocol):
-    """Something that is added to the scores; -inf hides a key."""
+    """Something that is added to the scores; -inf hides a key.
+
+    One that learns has its parameters as ``table``, and ``gradient(d_scores, where)``, the table's from that of a tile.
+    """
 
     def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
         """What is added to a tile's scores, of a shape that broadcasts to [B, H, m, n]."""
 
     def of_heads(self, heads: slice) -> "Term":
-        """The same for some of the query heads."""
-
-
-class Entries(Protocol):
-    """Keys that every rank holds whole, which are values, too; as a term it hides them from some queries, by their index."""
-
-    keys: torch.Tensor
-    """[B, 1, T, d], one head for all queries, with a gradient."""
-
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        """As of a term; ``where.k`` are indices of entries."""
-
-    def of_heads(self, heads: slice) -> "Entries":
         """The same for some of the query heads."""
 
 
@@ -97,12 +90,12 @@ class Score:
         softcap: c in ``c tanh(s / c)``; None for none.
         terms: what is added to the scores.
         dropout: of the probabilities.
-        sinks: [H], a score per query head that takes part in the softmax and has no value; the engine folds it in after
-            the merge, kernels never see it.
-        entries: further keys, which stand for many tokens each and which every rank holds whole.
+        sinks: [H], a score per query head that takes part in the softmax and has no value; it is folded in after the merge,
+            kernels never see it.
         sinks_beside: whether each query has such a score of its own instead, its last channel.
-        where: set by the engine for one tile, if :attr:`needs_positions`.
-        gradients: set by the engine in the backward pass: one buffer per table of :attr:`tables`.
+        entries: further keys, which stand for many tokens each and which every rank holds whole.
+        where: of one tile, if :attr:`needs_positions`; set by :mod:`.attend`.
+        gradients: in the backward pass one buffer per table of :attr:`tables`; set by :mod:`.attend`.
     """
 
     scale: float
@@ -111,20 +104,23 @@ class Score:
     dropout: Dropout | None = None
     sinks: torch.Tensor | None = None
     sinks_beside: bool = False
-    entries: Entries | None = None
+    entries: PooledEntries | None = None
     where: Where | None = None
     gradients: tuple[torch.Tensor, ...] = ()
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """The terms' tensors that want a gradient, in order."""
-        return tuple(term.table for term in self.terms if hasattr(term, "table"))
+        return tuple(term.table for term in self._learning)
 
     def collect(self, d_scores: torch.Tensor) -> None:
         """Add a tile's share to the gradients of :attr:`tables`; d_scores is [B, H, m, n], by the scores before softmax."""
-        trainable = [term for term in self.terms if hasattr(term, "table")]
-        for term, total in zip(trainable, self.gradients):
+        for term, total in zip(self._learning, self.gradients):
             total += term.gradient(d_scores, self.where)
+
+    @property
+    def _learning(self) -> list[Any]:
+        return [term for term in self.terms if hasattr(term, "table")]
 
     @property
     def extras(self) -> frozenset[str]:

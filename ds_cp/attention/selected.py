@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_cp.attention.score import Where
+from ds_cp.attention.terms import as_bias
 from ds_cp.layout import Layout
 from ds_cp.mesh import Mesh
 
@@ -45,8 +46,7 @@ class Selected:
         ulysses = mesh.ulysses
         if ulysses.size > 1:  # attention runs on the tokens of the whole ring shard there
             chosen = torch.cat([*ulysses.all_gather(chosen, "keys that each query chose")], dim=2)
-        runs = layout.ring_runs[mesh.ring.rank]
-        held = torch.cat([torch.arange(*run, device=chosen.device) for run in runs])
+        held = layout.positions(mesh.ring.rank, chosen.device)
         row = torch.zeros(layout.padded_len, dtype=torch.int64, device=chosen.device)
         row[held] = torch.arange(len(held), device=chosen.device)
         group = torch.arange(chosen.size(1), device=chosen.device).repeat_interleave(heads // chosen.size(1))
@@ -62,7 +62,7 @@ class Selected:
         hidden = torch.stack([row[..., of_keys] for row, of_keys in zip(by_block, blocks)])
         if hidden.size(1) > 1:
             hidden = hidden[:, self.group]
-        return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
+        return as_bias(~hidden, dtype)
 
 
 def hidden_but(chosen: torch.Tensor, count: int) -> torch.Tensor:

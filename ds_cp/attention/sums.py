@@ -27,8 +27,8 @@ class Rows(NamedTuple):
     everything: bool
     first: bool
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """A view of these rows."""
+    def view(self, x: torch.Tensor) -> torch.Tensor:
+        """These rows of x."""
         return x if self.everything else x[self.index]
 
 
@@ -36,7 +36,8 @@ class Coverage(NamedTuple):
     """How the calls of a kernel cover all rows.
 
     Attributes:
-        gaps: some rows are written first by no call: by none at all, or by one that adds to other rows as well.
+        gaps: some rows must be filled beforehand: no call touches them, or the first that does also touches rows that were
+            written before, and so adds.
         alone: one call covers everything, and it is the only one.
     """
 
@@ -44,7 +45,7 @@ class Coverage(NamedTuple):
     alone: bool
 
 
-class Piece(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel, the queries and the keys that it uses."""
 
     work: Work
@@ -52,23 +53,23 @@ class Piece(NamedTuple):
     k: Rows
 
 
-class Plan(NamedTuple):
+class KernelCalls(NamedTuple):
     """The calls of a rank's schedule, step by step, and what they cover: queries in all steps, keys in each."""
 
-    pieces: list[list[Piece]]
+    calls: list[list[KernelCall]]
     queries: Coverage
     keys: list[Coverage]
 
 
-def plan(steps: Sequence[Step], kernel: Kernel, device: torch.device, batch: int) -> Plan:
+def kernel_calls(steps: Sequence[Step], kernel: Kernel, device: torch.device, batch: int) -> KernelCalls:
     """The calls that a schedule needs, made once and kept with it."""
-    key = "plan", kernel, device, batch
-    if key not in steps[0].work:
+    key = "calls", kernel, device, batch
+    if key not in steps[0].derived:
         queries = _Touched(batch, count(steps[0].rows))
         all_keys = [_Touched(batch, count(step.rows)) for step in steps]
-        pieces = [
+        calls = [
             [
-                Piece(
+                KernelCall(
                     call,
                     queries.touch(call.batch_start, call.batch_stop, call.q_start, call.q_stop),
                     keys.touch(call.batch_start, call.batch_stop, call.k_start, call.k_stop),
@@ -80,8 +81,8 @@ def plan(steps: Sequence[Step], kernel: Kernel, device: torch.device, batch: int
         covered = [keys.coverage() for keys in all_keys]
         if any(step.target_rows for step in steps[1:]):
             covered[0] = covered[0]._replace(alone=False)  # gradients will come home
-        steps[0].work[key] = Plan(pieces, queries.coverage(), covered)
-    return steps[0].work[key]
+        steps[0].derived[key] = KernelCalls(calls, queries.coverage(), covered)
+    return steps[0].derived[key]
 
 
 class _Touched:
@@ -146,13 +147,13 @@ class Sum:
         if rows.everything and not self._given and _fills_its_storage(part):
             self._total = part.to(self._dtype)
         else:
-            rows.of(self.total).copy_(part)
+            rows.view(self.total).copy_(part)
 
     def add(self, rows: Rows, part: torch.Tensor) -> None:
         if rows.first:
             self.put(rows, part)
         else:
-            rows.of(self.total).add_(part)
+            rows.view(self.total).add_(part)
 
 
 def _fills_its_storage(x: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ class Linear:
     Attributes:
         slopes: [H].
         positions: [B, S], where each token stands inside its document.
+        factor: on the bias, once it is rounded.
         rounded: the bias is ``slope * k`` rounded to this dtype, as a model defines it; a rounded bias does depend on
             where the document starts.
     """
@@ -114,7 +115,7 @@ class Whole:
 
     def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
         batch = where.batch if self.mask.size(0) > 1 else slice(None)
-        return _added(self.mask[batch][:, :, where.q[:, None], where.k[None, :]], dtype)
+        return as_bias(self.mask[batch][:, :, where.q[:, None], where.k[None, :]], dtype)
 
     def of_heads(self, heads: slice) -> "Whole":
         return self if self.mask.size(1) == 1 else replace(self, mask=self.mask[:, heads])
@@ -137,13 +138,14 @@ class Computed:
         rows = self.origin[where.batch]
         q = (where.q - rows[:, where.q])[:, None, :, None]
         k = (where.k - rows[:, where.k])[:, None, None, :]
-        return _added(self.function(batch, torch.zeros_like(batch), q, k), dtype)
+        return as_bias(self.function(batch, torch.zeros_like(batch), q, k), dtype)
 
     def of_heads(self, heads: slice) -> "Computed":
         return self
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores for a mask: 0 where a bool one is True, -inf elsewhere; any other as it is."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""Ulysses (Jacobs et al. 2023): trade a part of the sequence of all heads for all of it of a part of the heads.
+"""Ulysses (Jacobs et al. 2023): trade some tokens of all heads for all tokens of the ring shard of some heads.
 
 An all-to-all before and one after the attention; in between the rank holds its ring shard's tokens in order and its
 share of the heads, so the ring around it, if any, notices nothing. Whatever travels at the same time travels in one
@@ -50,8 +50,7 @@ class HeadSplit:
         """
         group = query_heads // key_heads
         if query_heads % ranks == 0:
-            repeat = ranks // gcd(key_heads, ranks)
-            repeat = repeat if group % repeat == 0 else group
+            repeat = ranks // gcd(key_heads, ranks)  # it divides the group, for ranks divide key_heads * group
             return HeadSplit((query_heads // ranks,) * ranks, (key_heads * repeat // ranks,) * ranks, repeat)
         if key_heads >= ranks:
             keys = tuple(key_heads // ranks + (u < key_heads % ranks) for u in range(ranks))
@@ -60,7 +59,7 @@ class HeadSplit:
 
 
 class Heads(Protocol):
-    """How the ranks of the ulysses axis share heads; the two ways are each other's inverse and adjoint."""
+    """How the ranks of the ulysses axis share heads; the two ways are each other's adjoint, and for query heads inverse."""
 
     def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         """From this rank's tokens of all heads to its ring shard's tokens of this rank's heads.
@@ -103,17 +102,15 @@ class Ulysses:
         for ranks, heads in self._runs(queries, keys):
             columns = []
             for i, (x, n) in enumerate(zip(tensors, heads)):
-                mine = x if ranks == size else x.narrow(1, heads_before[i], ranks * n)
-                columns.append(mine.reshape(batch, ranks, n, length, -1).permute(1, 3, 0, 2, 4).flatten(3))
+                part = x if ranks == size else x.narrow(1, heads_before[i], ranks * n)
+                columns.append(part.reshape(batch, ranks, n, length, -1).permute(1, 3, 0, 2, 4).flatten(3))
                 heads_before[i] += ranks * n
             parcels.append(torch.cat(columns, dim=-1).view(-1))  # [ranks, L, B, width]
             counts += [parcels[-1].numel() // ranks] * ranks
         received = self.group.all_to_all(_joined(parcels, 0), counts, [counts[me]] * size, f"{word} all-to-all")
-        heads = [self.split.query[me]] * len(queries) + [self.split.key[me]] * len(keys)
-        columns = received.view(size * length, batch, -1).split(
-            [n * x.size(-1) for x, n in zip(tensors, heads)], dim=-1
-        )
-        return [x.view(size * length, batch, n, -1).permute(1, 2, 0, 3) for x, n in zip(columns, heads)]
+        mine = [self.split.query[me]] * len(queries) + [self.split.key[me]] * len(keys)
+        columns = received.view(size * length, batch, -1).split([n * x.size(-1) for x, n in zip(tensors, mine)], dim=-1)
+        return [x.view(size * length, batch, n, -1).permute(1, 2, 0, 3) for x, n in zip(columns, mine)]
 
     def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         tensors, size = [*queries, *keys], self.group.size

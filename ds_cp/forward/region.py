@@ -1,4 +1,4 @@
-"""The border of the shared part of a model, and the context of one step inside it.
+"""One forward's shared part: what layers may ask of the whole sequence while they hold this rank's tokens only.
 
 A region opens before the text decoder and closes behind it. Between, every tensor that is per token holds this rank's
 tokens only, and a :class:`Region` answers the questions that need the whole sequence: which keys a query sees, where a
@@ -22,7 +22,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.attention import kept, kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.entries import WithEntries
-from ds_cp.attention.exchange import Exchange, PeerExchange, select
+from ds_cp.attention.exchange import Exchange, PeerExchange
 from ds_cp.attention.offloaded import Held
 from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
@@ -31,7 +31,7 @@ from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import Rule
-from ds_cp.mask.schedule import EVERYONE, Step, count, schedule, with_entries
+from ds_cp.mask.schedule import Step, schedule, with_entries
 from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
 from ds_cp.recurrent import channels
@@ -48,13 +48,14 @@ class Region:
         layout: which token is where.
         documents: which tokens belong together.
         whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
-        made: rule and terms of the mask that the model made for all layers before its decoder ran. Not the descriptor,
-            which holds the region: a cycle would keep whole masks until Python looks for cycles.
+        early_mask: rule and terms of the mask that the model made for all layers before its decoder ran. Not the
+            descriptor, which holds the region: a cycle would keep whole masks until Python looks for cycles.
         encoder_mask: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
         last_position: the largest position of the whole batch, a tensor without dims.
         attended: the attention modules that came through here, by id: their order.
         mixed: how often each function of recurrent layers did.
-        random: equal on ranks that were seeded alike; what :meth:`seed` starts from.
+        seed_base: equal on ranks that were seeded alike; what :meth:`seed` starts from.
+        group_seed: that of the group's first rank, once some layer has asked for a seed.
     """
 
     plan: Plan
@@ -62,15 +63,15 @@ class Region:
     layout: Layout
     documents: Documents
     whole_mask: torch.Tensor | None = None
-    made: "tuple[Rule, tuple[Term, ...]] | None" = None
+    early_mask: "tuple[Rule, tuple[Term, ...]] | None" = None
     encoder_mask: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)
     mixed: Counter[str] = field(default_factory=Counter)
-    random: int | None = None
-    _agreed: int | None = None
+    seed_base: int | None = None
+    group_seed: int | None = None
     _schedules: dict[tuple[Rule, int | None], tuple[Step, ...]] = field(default_factory=dict)
-    _positions: dict[tuple[Step, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _positions: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
         """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
@@ -116,22 +117,22 @@ class Region:
 
     def seed(self, layer: int) -> int:
         """For random numbers that all ranks of the group must draw alike, 63 bits; other groups draw others."""
-        if self._agreed is None:
-            mine = torch.tensor([self.random or 0], dtype=torch.int64)
-            self._agreed = int(self.mesh.control.all_gather(mine, "agreement on a dropout seed")[0])
-        words = (self._agreed, self.mesh.cp.ranks[0] // self.mesh.cp.size, layer)
+        if self.group_seed is None:
+            mine = torch.tensor([self.seed_base or 0], dtype=torch.int64)
+            self.group_seed = int(self.mesh.control.all_gather(mine, "agreement on a dropout seed")[0])
+        words = (self.group_seed, self.mesh.dp_rank, layer)
         digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8)
         return int.from_bytes(digest.digest(), "little") >> 1
 
-    def schedule(self, rule: Rule, entries: int | None = None) -> tuple[Step, ...]:
-        """Rows and tiles of a rule, computed once per batch; with a step for so many entries."""
-        if (rule, entries) not in self._schedules:
-            if entries is None:
+    def schedule(self, rule: Rule, entry_count: int | None = None) -> tuple[Step, ...]:
+        """Rows and tiles of a rule, computed once per batch; with one more step for entries, if there are any."""
+        if (rule, entry_count) not in self._schedules:
+            if entry_count is None:
                 steps = schedule(self.documents.segments(rule), self.layout, self.mesh.ring.rank)
             else:
-                steps = with_entries(self.schedule(rule), len(self.documents.ranges), entries)
-            self._schedules[rule, entries] = steps
-        return self._schedules[rule, entries]
+                steps = with_entries(self.schedule(rule), len(self.documents.ranges), entry_count)
+            self._schedules[rule, entry_count] = steps
+        return self._schedules[rule, entry_count]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, score: Score
@@ -154,15 +155,15 @@ class Region:
             heads = Ulysses(split, ulysses)
             first = sum(split.query[: ulysses.rank])
             score = score.of_heads(first, first + split.query[ulysses.rank])
-        entries = None if score.entries is None else score.entries.keys
-        steps = self.schedule(rule, None if entries is None else entries.size(2))
+        entry_keys = None if score.entries is None else score.entries.keys
+        steps = self.schedule(rule, None if entry_keys is None else entry_keys.size(2))
         kernel = kernels.choose(self.plan.kernel, key, value, score)
+        positions = partial(self._held_by, query.device)
         if (span := tiled_layer.current()) is not None:
             hold = partial(Held, steps, self.mesh.ring, heads, self.layout.local_len, self.mesh.attention_calls)
-            return span.attend(query, key, value, hold, kernel, score, partial(self._held_by, device=query.device))
-        make_exchange = partial(self._exchange, steps, entries)
-        locate = partial(self._locate, device=query.device)
-        return attend(query, key, value, make_exchange, kernel, score, locate, heads, kept.current())
+            return span.attend(query, key, value, hold, kernel, score, positions)
+        make_exchange = partial(self._exchange, steps, entry_keys)
+        return attend(query, key, value, make_exchange, kernel, score, positions, heads, kept.current())
 
     def mix(
         self, function: Callable[..., torch.Tensor], given: Mapping[str, Any], dims: Mapping[str, str], out_dims: str
@@ -170,27 +171,17 @@ class Region:
         """A function that mixes tokens inside of heads or channels, over the whole sequence: :func:`~ds_cp.recurrent.channels.mix`."""
         return channels.mix(function, given, dims, out_dims, self.layout, self.mesh.cp, self.alone)
 
-    def _locate(self, step: Step, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global positions of the ring shard's queries and of the rows that arrive in a step; of entries their indices."""
-        key = step, device
-        if key not in self._positions:
-            q = self._held_by(self.mesh.ring.rank, device)
-            if step.source == EVERYONE:
-                k = torch.arange(count(step.rows), device=device)
-            else:
-                k = select(self._held_by(step.source, device), step.rows)
-            self._positions[key] = q, k
-        return self._positions[key]
+    def _held_by(self, device: torch.device, ring_rank: int) -> torch.Tensor:
+        """Global positions of a ring shard's tokens, made once per batch."""
+        if (ring_rank, device) not in self._positions:
+            self._positions[ring_rank, device] = self.layout.positions(ring_rank, device)
+        return self._positions[ring_rank, device]
 
-    def _held_by(self, ring_rank: int, device: torch.device) -> torch.Tensor:
-        """Global positions of a ring shard's tokens."""
-        return torch.cat([torch.arange(*run, device=device) for run in self.layout.ring_runs[ring_rank]])
-
-    def _exchange(self, steps: tuple[Step, ...], entries: torch.Tensor | None, word: str) -> Exchange:
+    def _exchange(self, steps: tuple[Step, ...], entry_keys: torch.Tensor | None, word: str) -> Exchange:
         self.mesh.attention_calls[word] += 1
-        if entries is None:
+        if entry_keys is None:
             return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
-        return WithEntries(PeerExchange(self.mesh.ring, steps[:-1], self.plan.ahead, word), steps, entries)
+        return WithEntries(PeerExchange(self.mesh.ring, steps[:-1], self.plan.ahead, word), steps, entry_keys)
 
 
 @cache

@@ -19,7 +19,7 @@ class _Running:
 
     Attributes:
         owner: its module.
-        depth, thread: how deep in Python's stack its hook ran, and of which thread.
+        depth, thread: how deep in Python's stack its hook ran, and in which thread.
         region: what a stack has opened, if anything.
         rng: of the region.
         call: what a head wants; None for a stack.
@@ -36,7 +36,7 @@ class _Running:
 _running: list[_Running] = []
 
 
-def _starts(owner: object) -> _Running:
+def _entry(owner: object) -> _Running:
     """A head or stack on top of those that run. Closes first what was interrupted, for torch runs no hook then.
 
     A module does not run inside itself, and what runs inside another is deeper in Python's stack: an entry of this owner,
@@ -54,10 +54,10 @@ def _starts(owner: object) -> _Running:
 
 def enter(owner: object, region: Region | None) -> None:
     """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
-    top = _starts(owner)
+    top = _entry(owner)
     if region:
         top.region, top.rng = region, ForkedRng(region.mesh.cp.rank)
-        region.random = top.rng.outside
+        region.seed_base = top.rng.outside
     _running.append(top)
 
 
@@ -67,14 +67,14 @@ def leave(owner: object) -> Region | None:
         return None
     top = _running.pop()
     if top.rng:
-        top.rng.close(drawn=top.region._agreed is not None)
+        top.rng.close(drawn=top.region.group_seed is not None)
     return top.region
 
 
 @contextmanager
 def again(owner: object, region: Region | None) -> Iterator[None]:
     """While ``owner``, a part of what ran in a region, runs there once more: in the backward pass, when that is closed."""
-    top = _starts(owner)
+    top = _entry(owner)
     top.region = region
     _running.append(top)
     try:
@@ -96,7 +96,7 @@ def is_running() -> bool:
 
 def push_head(owner: object, call: HeadCall) -> None:
     """The head ``owner`` starts."""
-    top = _starts(owner)
+    top = _entry(owner)
     top.call = call
     _running.append(top)
 

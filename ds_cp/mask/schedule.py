@@ -243,7 +243,7 @@ class Step:
         rows: the source's rows that arrive, in its local indices.
         target_rows: this rank's rows that the target needs.
         tiles: work on the rows that arrived; key ranges count through ``rows``.
-        work: what was worked out of the step, each at its first use: calls of kernels, what they cover, blocks.
+        derived: what follows from the step, each found at its first use: calls of kernels, what they cover, blocks.
     """
 
     source: int
@@ -251,7 +251,7 @@ class Step:
     rows: tuple[Run, ...]
     target_rows: tuple[Run, ...]
     tiles: tuple[Tile, ...]
-    work: dict[Any, Any] = field(default_factory=dict)
+    derived: dict[Any, Any] = field(default_factory=dict)
 
 
 def schedule(segments: np.ndarray, layout: Layout, ring_rank: int) -> tuple[Step, ...]:
@@ -292,5 +292,5 @@ def with_entries(steps: Sequence[Step], batch: int, entries: int) -> tuple[Step,
     hides what they do not see."""
     queries = count(steps[0].rows)
     tiles = (Tile(0, batch, 0, queries, 0, entries, -OPEN, OPEN),) if entries and queries else ()
-    first = replace(steps[0], work={})  # calls of a kernel are kept with it
+    first = replace(steps[0], derived={})  # the calls of all steps are kept with the first, and here is one step more
     return first, *steps[1:], Step(EVERYONE, EVERYONE, ((0, entries),), (), tiles)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Callable, Iterator, Sequence
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ds_cp import rng
 from ds_cp.agreement import BatchError
 from ds_cp.attention import kept
-from ds_cp.attention.attend import attend
+from ds_cp.attention.attend import Positions, attend
 from ds_cp.attention.kept import Kept
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.offloaded import Held, OnlyQueries
@@ -59,7 +58,7 @@ class Span:
         hold: Hold,
         kernel: Kernel,
         score: Score,
-        positions: Callable[[int], torch.Tensor],
+        positions: Positions,
     ) -> torch.Tensor:
         """What :meth:`ds_cp.forward.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
         if self.held is None:
@@ -70,8 +69,8 @@ class Span:
                 "see the keys of the first. Take the key out."
             )
         self.nothing, exchange = self.held.nothing(), self.held.exchange(self.tokens)
-        locate, heads = partial(exchange.locate, positions), OnlyQueries(self.held.heads)
-        return attend(query, *self.nothing, lambda word: exchange, kernel, score, locate, heads, kept.current())
+        heads = OnlyQueries(self.held.heads)
+        return attend(query, *self.nothing, lambda word: exchange, kernel, score, positions, heads, kept.current())
 
 
 _running: ContextVar[Span | None] = ContextVar("span of tokens that a layer runs on", default=None)

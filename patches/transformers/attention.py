@@ -14,7 +14,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.attention.score import Dropout, Entries, Score, Term
+from ds_cp.attention.entries import PooledEntries
+from ds_cp.attention.score import Dropout, Score, Term
 from ds_cp.attention.terms import Profiles
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.forward.running import current, current_head, is_running
@@ -126,7 +127,7 @@ def _shared(
     block_indices: torch.Tensor | None = None,
     terms: tuple[Term, ...] = (),
     query_scale: torch.Tensor | None = None,
-    entries: Entries | None = None,
+    entries: PooledEntries | None = None,
     **others: Any,
 ) -> torch.Tensor:
     """Attention inside a region.
@@ -135,7 +136,7 @@ def _shared(
         s_aux: [H], a score per head without a value.
         sinks: [B, H, L, 1], the same per query.
         indices, block_indices: the keys, or blocks of keys, that the module's indexer has chosen (:func:`.indexed.choose`).
-        terms, query_scale, entries: from :mod:`.families` only.
+        terms, query_scale, entries: from the forwards in :mod:`.models`.
     """
     if not isinstance(position_bias, QueryBias):
         others["position_bias"], position_bias = position_bias, None

@@ -43,7 +43,7 @@ def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) 
     if type(mask) is dict and region.whole_mask is not None:
         mask = {name: masks.describe(None, region, seq_len, seq_len) for name in mask}
     if isinstance(mask, MaskDescriptor):
-        region.made = mask.rule, mask.terms  # the decoder asks for masks of its own, and gets this one
+        region.early_mask = mask.rule, mask.terms  # the decoder asks for masks of its own, and gets this one
     if type(mask) is not dict:
         # All ones: the region knows the padding, and local positions must not be searched for documents.
         mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)

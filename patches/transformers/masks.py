@@ -134,8 +134,8 @@ def describe(mask_function: Callable, region: Region, queries: int, keys: int) -
             f"a layer asks for a mask of {queries} queries and {keys} keys in a shared forward: the keys belong to another "
             "sequence (cross attention, a cache or a prefix), of which each rank would see what it takes for its shard."
         )
-    if region.made is not None:
-        return MaskDescriptor(region, *region.made)
+    if region.early_mask is not None:
+        return MaskDescriptor(region, *region.early_mask)
     if region.whole_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
         return MaskDescriptor(region, EVERYTHING, (Whole(region.whole_mask),))
     return MaskDescriptor(region, *read(mask_function, region))

@@ -95,7 +95,7 @@ class Alone:
     def __init__(self, steps: Sequence[Step], arrived: torch.Tensor, home: torch.Tensor):
         self.steps, self._arrived, self._home = steps, arrived, home
 
-    def pieces(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         as_rows(key, value)
         yield self.steps[0], key, value
         for step in self.steps[1:]:

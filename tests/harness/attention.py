@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.attention import in_process, kernels
 from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import PeerExchange, select
+from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.schedule import schedule
@@ -64,7 +64,7 @@ def shared_attention(q, k, v, grad_out, documents, rule, layout, kernel_name, ah
             lambda word: PeerExchange(group, steps, ahead, word),
             kernels.choose(kernel_name, q, v, mine),
             mine,
-            lambda step: (owned[group.rank], select(owned[step.source], step.rows)),
+            owned.__getitem__,
         )
         out.backward(layout.shard(grad_out, 2, group.rank))
         of_sinks = [] if sinks is None else [sinks.grad]

@@ -17,7 +17,7 @@ Work = Tile | Launch
 
 
 class Kernel(Protocol):
-    """What the engine asks of a block kernel.
+    """What :mod:`ds_cp.attention.attend` asks of a block kernel.
 
     Shapes: q [B, H, m, d], k [B, h, n, d], v [B, h, n, dv] with h dividing H, lse [B, H, m] natural log, fp32 or fp64.
     Strides are free but for the last dim, which is contiguous. m and n are never 0, and every query sees a key.
@@ -66,7 +66,7 @@ KERNELS = {
 
 @cache
 def make(name: str) -> Kernel:
-    """The kernel of a name; kernels hold no state, so one serves every engine of the process."""
+    """The kernel of a name; kernels hold no state, so one serves the whole process."""
     file, kind = KERNELS[name]
     return getattr(import_module(f"{__name__}.{file}"), kind)()
 
@@ -87,7 +87,7 @@ def choose(name: str, k: torch.Tensor, v: torch.Tensor, score: Score) -> Kernel:
 def work(step: Step, kernel: Kernel, device: torch.device) -> Sequence[Work]:
     """The calls that compute a step's tiles: lowered, grouped, made once and kept with the schedule."""
     key = kernel, device
-    if key not in step.work:
+    if key not in step.derived:
         lowered = [piece for tile in step.tiles for piece in kernel.lower(tile)]
-        step.work[key] = kernel.group(lowered, device)
-    return step.work[key]
+        step.derived[key] = kernel.group(lowered, device)
+    return step.derived[key]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention.entries import Pooled
+from ds_cp.attention.entries import PooledEntries
 from ds_cp.attention.selected import Selected
 from ds_cp.forward.region import Region
 from ds_cp.forward.running import current
@@ -133,7 +133,7 @@ def attention(
 
 
 @torch.compiler.disable
-def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -> Pooled:
+def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -> PooledEntries:
     keys, start, number, chosen = self.compressor(hidden_states, residual, position_ids, None, self.layer_idx)
     cut, rate = region.layout, self.compressor.compress_rate
     padding = (0, cut.padded_len - cut.seq_len)
@@ -141,7 +141,7 @@ def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -
     selected = None
     if chosen is not None:
         selected = Selected.by_this_rank(region.mesh, cut, chosen, number, -(-cut.seq_len // rate), self.num_heads)
-    return Pooled(keys, start, number, rate, origin, positions, selected)
+    return PooledEntries(keys, start, number, rate, origin, positions, selected)
 
 
 REPLACED: dict[str, Replacement] = {
