@@ -63,8 +63,7 @@ def choose(
         documents: which tokens belong together.
         layers: the rules that layers have, and how many have each.
     """
-    packed = any((lines[1:, 0] != lines[:-1, 0]).any() for lines in documents.ranges)
-    wanted = packed_name if packed else name
+    wanted = packed_name if documents.packed else name
     if wanted != "balanced" or ring == 1:
         return Layout(seq_len, ring, ulysses, "contiguous" if wanted == "balanced" else wanted)
     tables = [(documents.segments(rule), times) for rule, times in layers.items()]

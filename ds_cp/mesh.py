@@ -51,9 +51,6 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def _waiting(self, what: str) -> "_Waiting":
-        return _Waiting(self, what)
-
     def _count(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         word = what.split(" ", 1)[0]
         self.calls[word] += 1
@@ -71,15 +68,15 @@ class Group:
         Args:
             sends: (index in the group, contiguous tensor).
             receives: (index in the group, contiguous buffer).
-            what: for the error message and the counters, e.g. ``"forward ring step 2"``.
+            what: for the error message and the counters, e.g. ``"forward rows from rank 2 of the ring"``.
         """
         by = dist if hasattr(dist, "batch_isend_irecv") else torch.distributed  # DeepSpeed has it since 0.19.8
-        ops = [by.P2POp(by.isend, _numbers(tensor), self.ranks[peer], self.handle) for peer, tensor in sends]
-        ops += [by.P2POp(by.irecv, _numbers(tensor), self.ranks[peer], self.handle) for peer, tensor in receives]
+        ops = [by.P2POp(by.isend, _without_graph(tensor), self.ranks[peer], self.handle) for peer, tensor in sends]
+        ops += [by.P2POp(by.irecv, _without_graph(tensor), self.ranks[peer], self.handle) for peer, tensor in receives]
         if not ops:
             return Pending(self, [], what, ())
         self._count(what, [tensor for _, tensor in sends])
-        with self._waiting(what):
+        with _Waiting(self, what):
             return Pending(self, by.batch_isend_irecv(ops), what, [tensor for _, tensor in sends])
 
     def all_to_all(
@@ -91,43 +88,47 @@ class Group:
         sizes = (None, None) if even else (list(receive_counts), list(send_counts))  # lists are walked on every layer
         self._count(what, [tensor])
         self.sent[what.split(" ", 1)[0]] -= tensor.nbytes * send_counts[self.rank] // max(1, len(tensor))
-        with self._waiting(what):
-            dist.all_to_all_single(_numbers(received), _numbers(tensor).contiguous(), *sizes, self.handle)
+        with _Waiting(self, what):
+            dist.all_to_all_single(_without_graph(received), _without_graph(tensor).contiguous(), *sizes, self.handle)
         return received
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """``[n, ...] -> [size, n, ...]``, equal shapes on every rank."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._count(what, [tensor] * (self.size - 1))
-        with self._waiting(what):
-            dist.all_gather_into_tensor(_numbers(gathered.flatten(0, 1)), _numbers(tensor).contiguous(), self.handle)
+        with _Waiting(self, what):
+            dist.all_gather_into_tensor(
+                _without_graph(gathered.flatten(0, 1)), _without_graph(tensor).contiguous(), self.handle
+            )
         return gathered
 
     def reduce_scatter(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """``[size, n, ...] -> [n, ...]``: this rank's part of the sum over the group."""
         part = torch.empty_like(tensor[0])
         self._count(what, [tensor[1:]])
-        with self._waiting(what):
-            dist.reduce_scatter_tensor(_numbers(part), _numbers(tensor).contiguous().flatten(0, 1), group=self.handle)
+        with _Waiting(self, what):
+            dist.reduce_scatter_tensor(
+                _without_graph(part), _without_graph(tensor).contiguous().flatten(0, 1), group=self.handle
+            )
         return part
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """The sum over the group, out of place."""
         total = tensor.clone()
         self._count(what, [tensor])
-        with self._waiting(what):
-            dist.all_reduce(_numbers(total), group=self.handle)
+        with _Waiting(self, what):
+            dist.all_reduce(_without_graph(total), group=self.handle)
         return total
 
     def all_gather_object(self, value: object, what: str) -> list:
         """A small Python object of every rank, for messages and records."""
         values: list = [None] * self.size
-        with self._waiting(what):
+        with _Waiting(self, what):
             torch.distributed.all_gather_object(values, value, group=self.handle)
         return values
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """What a backend is given: the tensor without its graph.
 
     A backend's thread lets go of a message some time after the wait for it has ended. What was received is by then the output
@@ -170,7 +171,7 @@ class Pending:
 
     def wait(self) -> None:
         """Block until all messages arrived (on CUDA: until the current stream may use them)."""
-        with self._group._waiting(self._what):
+        with _Waiting(self._group, self._what):
             for work in self._works:
                 work.wait()
         self._works, self._held = [], ()
@@ -206,7 +207,7 @@ class Mesh:
 
 
 _meshes: dict[tuple, Mesh] = {}
-_exchanges = itertools.count()
+_agreements = itertools.count()
 
 
 def of_all_ranks(value: str, timeout: float) -> list[str]:
@@ -218,7 +219,7 @@ def of_all_ranks(value: str, timeout: float) -> list[str]:
         GroupError: a rank did not come in time; names it.
     """
     ranks = [str(rank) for rank in range(dist.get_world_size())]
-    store = torch.distributed.PrefixStore(f"ds_cp/{next(_exchanges)}", distributed_c10d._get_default_store())
+    store = torch.distributed.PrefixStore(f"ds_cp/{next(_agreements)}", distributed_c10d._get_default_store())
     store.set(str(dist.get_rank()), value)
     try:
         store.wait(ranks, timedelta(seconds=timeout))

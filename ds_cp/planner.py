@@ -34,9 +34,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model's sequences are shared. ``size = ring x ulysses``; ``reasons`` says why, per field.
+    """How one model's sequences are shared; the other fields are the key's, with every ``"auto"`` decided.
 
-    ``tiled_mlp`` None: wherever a forward's tokens are many. ``offload_kv``: tokens of a block, 0 for off. ``packed_layout`` is for batches with several documents in a row, where it pays; ``layout`` for all others.
+    Attributes:
+        size: ring x ulysses.
+        packed_layout: for batches with several documents in a row, where it pays; ``layout`` for all others.
+        tiled_mlp: None for wherever a forward's tokens are many.
+        offload_kv: tokens of a block, 0 for off.
+        reasons: why, per field.
     """
 
     size: int
@@ -143,13 +148,19 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
     even = [u for u in fits if all(q % u == 0 for q, _ in facts.heads)]
     near = [u for u in even if node_size % u == 0]  # others would straddle two nodes
     if asked == "hybrid":
-        inner = [u for u in near if 1 < u < size] or [u for u in fits if 1 < u < size]
-        if not inner:
+        inside, across = ([u for u in some if 1 < u < size] for some in (near, fits))
+        if not across:
             raise ConfigError(
                 f'"{KEY}.method" is "hybrid", but no split of {size} ranks into ulysses x ring with both above 1 fits '
                 f'{facts.name} ({facts.heads_text}). Use "ring", or a size with such a factor. Nothing was started.'
             )
-        return "hybrid", max(inner), "the largest ulysses that heads and node allow"
+        if not inside:
+            return (
+                "hybrid",
+                max(across),
+                "the largest ulysses that heads allow; its groups straddle nodes or split unevenly",
+            )
+        return "hybrid", max(inside), "the largest ulysses that heads and node allow"
     best = max(near)
     if best == size:
         return "ulysses", size, f"{facts.heads_text} split over {size} ranks of one node"

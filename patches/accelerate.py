@@ -21,13 +21,12 @@ def watch_config() -> None:
             original(self, config_file_or_dict)
             groups.refuse_unread(self.config)
             asked = groups.active(self.config)
+            if key.KEY in self.config and not patches.disabled():
+                key.normalise(self.config, groups.world_size())
             if asked is None:
-                if key.KEY in self.config and not patches.disabled():
-                    key.normalise(self.config, groups.world_size())
                 return
             refuse_features(self.config)
             patches.install()
-            key.normalise(self.config, groups.world_size())
             if self.config.get("train_batch_size") == "auto":
                 # whoever fills it multiplies by the world; DeepSpeed itself derives it from the other two, by dp
                 del self.config["train_batch_size"]

@@ -31,7 +31,7 @@ def watch_config() -> None:
                     'both "context_parallel" and an mpu or mesh were given to DeepSpeed: its ZeRO stages would divide the '
                     "gradients differently. Leave the mpu and mesh_param out. Nothing was started."
                 )
-            refuse_features(config if isinstance(config, Mapping) else key.load(config))
+            refuse_features(key.load(config))
             patches.install()
             if not torch.distributed.is_initialized():
                 import deepspeed
@@ -117,15 +117,20 @@ def _at(*path: str) -> Callable[[Mapping], Any]:
     return look
 
 
+def _above(limit: int, *path: str) -> Callable[[Mapping], bool]:
+    look = _at(*path)
+    return lambda ds_config: isinstance(value := look(ds_config), int) and value > limit  # or it is "auto", or nothing
+
+
 FEATURES: tuple[tuple[str, Callable[[Mapping], Any], str], ...] = (
-    ("tensor_parallel.autotp_size", lambda c: (_at("tensor_parallel", "autotp_size")(c) or 0) > 1,
+    ("tensor_parallel.autotp_size", _above(1, "tensor_parallel", "autotp_size"),
      "AutoTP splits the heads that ds_cp plans with, and installs an mpu"),
-    ("expert_parallel", lambda c: _at("expert_parallel", "enabled")(c),
+    ("expert_parallel", _at("expert_parallel", "enabled"),
      "AutoEP reduces expert gradients over groups that do not know of the shared sequence"),
     ("compile.deepcompile", _at("compile", "deepcompile"),
      "DeepCompile rewrites the graph around collectives it does not know"),
     ("hybrid_engine", _at("hybrid_engine", "enabled"), "its inference containers replace the attention layers"),
-    ("zero_optimization.mics_shard_size", lambda c: (_at("zero_optimization", "mics_shard_size")(c) or 0) > 0,
+    ("zero_optimization.mics_shard_size", _above(0, "zero_optimization", "mics_shard_size"),
      "MiCS averages gradients over its own groups only"),
     ("zero_optimization.zero_quantized_weights", _at("zero_optimization", "zero_quantized_weights"),
      "quantised weights make no rank's forward exact"),
@@ -136,14 +141,14 @@ FEATURES: tuple[tuple[str, Callable[[Mapping], Any], str], ...] = (
     ("curriculum_learning", _at("curriculum_learning", "enabled"), "it cuts the sequence after the groups planned it"),
     ("data_efficiency", _at("data_efficiency", "enabled"), "its sampler goes by world rank"),
     ("elasticity", _at("elasticity", "enabled"), "it picks batch sizes for a world of data-parallel ranks"),
-    ("sequence_parallel_size", lambda c: (_at("sequence_parallel_size")(c) or 1) > 1,
+    ("sequence_parallel_size", _above(1, "sequence_parallel_size"),
      "DeepSpeed's own sequence parallelism would cut the sequence a second time"),
     ("gradient_allreduce_op", lambda c: _at("gradient_allreduce_op")(c) == "sum",
      "the gradients of a group are exact only under the mean over the world"),
     ("zero_optimization.zenflow", _at("zero_optimization", "zenflow"), "it updates from gradients of single ranks"),
     ("amp", _at("amp", "enabled"), "apex amp replaces functions inside the shared part"),
 )  # fmt: skip
-"""What is refused: (name in the JSON, is it on, what would go wrong). Everything else in the tests' table works."""
+"""What is refused: (name in the JSON, is it on, what would go wrong). What else DeepSpeed offers is tested in test_engine_features.py."""
 
 
 def refuse_features(ds_config: Mapping) -> None:

@@ -16,6 +16,7 @@ import torch
 from ds_cp.forward.region import Region
 from ds_cp.forward.running import current_head
 from ds_cp.loss import shift_left
+from ds_cp.patches.transformers.models.code import closed_over
 
 IGNORED = -100
 DIFFERENTIABLE = ("log_probs", "entropy")
@@ -49,14 +50,8 @@ def plain_forward(head: torch.nn.Module) -> Any:
     if not is_fused(head):
         return vars(head).get("forward")
     fused = vars(head)["forward"].__func__.args[0]
-    inner = inspect_closure(fused).get("original_forward")
+    inner = closed_over(fused).get("original_forward")
     return None if getattr(inner, "__func__", None) is type(head).forward else inner
-
-
-def inspect_closure(function: Callable) -> dict[str, Any]:
-    """What a function closes over, by name."""
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def _forward(fused: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -98,3 +98,14 @@ def test_what_does_not_compile_runs_as_it_is_and_is_not_tried_again(monkeypatch)
     assert len(tried) == 1
     with pytest.raises(RuntimeError, match="must match"):
         compiled(*parts(12)[:3], torch.zeros(1, 6, 5))
+
+
+def test_a_nan_on_either_side_is_one_of_the_whole():
+    for which in range(4):
+        tensors = parts(9, dtype=torch.float64, part_dtype=torch.float64)
+        tensors[which][0, 2, 5] = torch.nan
+        out, lse, *_ = tensors
+        in_passes(*tensors)
+        assert out[0, 2, 5].isnan().any(), which
+        assert lse[0, 2, 5].isnan() == (which % 2 == 1)
+        assert out.isnan().sum() <= 40 and lse.isnan().sum() <= 1

@@ -71,7 +71,7 @@ def run(size: int, work: Callable[[InProcessGroup], Any], timeout: float = 30.0)
         What each rank returned.
 
     Raises:
-        BaseException: the first rank's error, after all ranks ended.
+        BaseException: the first rank's error, after all ranks ended; that of one which waited for another in vain comes last.
     """
     mailroom = Mailroom()
     results: list[Any] = [None] * size
@@ -91,7 +91,7 @@ def run(size: int, work: Callable[[InProcessGroup], Any], timeout: float = 30.0)
         thread.start()
     for thread in threads:
         thread.join()
-    first = next((error for error in errors if error is not None), None)
-    if first is not None:
-        raise first
+    raised = [error for error in errors if error is not None]
+    if raised:
+        raise min(raised, key=lambda error: isinstance(error, GroupError))
     return results

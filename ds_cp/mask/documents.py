@@ -60,19 +60,19 @@ class Documents:
         Raises:
             ValueError: the boundaries do not cover the row, or come with more than one row.
         """
-        by_hand = np.empty(0, dtype=np.int64)
+        given_starts = np.empty(0, dtype=np.int64)
         if boundaries is not None:
             if batch != 1 or boundaries[0] != 0 or boundaries[-1] != seq_len or (np.diff(boundaries) < 0).any():
                 raise ValueError(
                     f"cu_seqlens {boundaries.tolist()} must rise from 0 to the row's {seq_len} tokens, in a batch of one "
                     f"row (this one has {batch}); otherwise documents would see each other."
                 )
-            by_hand = boundaries[:-1].astype(np.int64)
+            given_starts = boundaries[:-1].astype(np.int64)
         rows = []
         for b in range(batch):
             mask = None if unmasked is None or unmasked[b].all() else unmasked[b]
             runs = np.array([[0, seq_len]]) if mask is None else _runs_of(mask)
-            breaks = [_next_unmasked(by_hand, runs)]
+            breaks = [_next_unmasked(given_starts, runs)]
             if positions is not None:
                 row = positions[b if len(positions) > 1 else 0]
                 goes_on = _counts if unmasked is None else _under_a_mask(row[unmasked[b]])
@@ -111,7 +111,7 @@ class Documents:
     @property
     def packed(self) -> bool:
         """Whether a row holds more than one document."""
-        return any(len(np.unique(lines[:, 0])) > 1 for lines in self.ranges)
+        return any((lines[1:, 0] != lines[:-1, 0]).any() for lines in self.ranges)
 
     def rank_in_document(self, seq_len: int) -> np.ndarray:
         """How many unmasked tokens of its document stand before each unmasked token, int64 [B, S]; 0 for masked ones."""

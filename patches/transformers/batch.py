@@ -187,8 +187,8 @@ def whole_mask(given: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tens
             "attention_mask is a whole mask that asks for a gradient, which ds_cp does not compute: what made it would "
             "silently not train. Detach it."
         )
-    kind = mask.dtype == torch.bool or mask.is_floating_point()
-    return mask if kind and mask.size(0) in (1, batch) else None
+    readable = mask.dtype == torch.bool or mask.is_floating_point()
+    return mask if readable and mask.size(0) in (1, batch) else None
 
 
 def kind(value: Any) -> str:

@@ -109,17 +109,12 @@ def _with_logits(output: Any, call: HeadCall) -> Any:
     def honest(logits: torch.Tensor | DeferredLogits | None) -> Any:
         if logits is None:
             return None
-        if isinstance(logits, DeferredLogits):
-            # the loss has computed those that are returned: to call the projection here, in some groups of the world
-            # only, would hang under ZeRO-3
-            return (
-                call.region.gather(logits.computed())
-                if logits.returned
-                else LocalLogits(logits, call.region, call.limit)
-            )
-        return (
-            call.region.gather(logits) if call.returns_whole(logits) else LocalLogits(logits, call.region, call.limit)
-        )
+        deferred = isinstance(logits, DeferredLogits)
+        # the loss has computed those that are returned: to call the projection here, in some groups of the world only,
+        # would hang under ZeRO-3
+        if not (logits.returned if deferred else call.returns_whole(logits)):
+            return LocalLogits(logits, call.region, call.limit)
+        return call.region.gather(logits.computed() if deferred else logits)
 
     index = 0 if call.loss_outside else 1  # (loss, logits, ...), or no loss
     if isinstance(output, tuple):

@@ -20,6 +20,7 @@ from ds_cp.attention.score import Term
 from ds_cp.attention.terms import Computed, Whole
 from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
+from ds_cp.patches.transformers.models.code import closed_over
 
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
     "causal_mask_function": lambda held, region: CAUSAL,
@@ -148,7 +149,7 @@ def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
             f"a layer's mask is made by {function!r}, which is no plain function: ds_cp cannot see whether it holds "
             "shards of per-token tensors, and tokens might see too much or too little. Write it as a function."
         )
-    maker, held = _maker(function), _held(function)
+    maker, held = _maker(function), closed_over(function)
     if maker in KNOWN:
         return KNOWN[maker](held, region), ()
     if maker == "remap_positions_for_packed_sequence":  # the region counts inside of documents anyway
@@ -225,11 +226,6 @@ def _maker(function: FunctionType) -> str:
     """The outermost function that made it: ``blockwise_overlay`` for ``blockwise_overlay.<locals>.inner_mask``."""
     known = function.__module__ == masking_utils.__name__ or function.__module__.startswith("transformers.models.")
     return function.__qualname__.partition(".<locals>")[0] if known else ""
-
-
-def _held(function: FunctionType) -> dict[str, Any]:
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    return dict(zip(function.__code__.co_freevars, cells))
 
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ SHORTEST = 4096
 """Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""
 
 CACHES = ("cache", "past_key_values")
-"""What outputs call their cache."""
+"""What stacks and their outputs call a cache; which one depends on transformers' version."""
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold the keys and values of their tokens and nothing else."""

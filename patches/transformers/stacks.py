@@ -94,7 +94,9 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         if batches.ENCODER[1] not in signature.parameters:
             local.pop(batches.ENCODER[1], None)
         if cache is not None:
-            local["past_key_values" if "past_key_values" in local else "cache"] = prefill.Filling(cache, region)
+            local[next(name for name in prefill.CACHES if name in signature.parameters)] = prefill.Filling(
+                cache, region
+            )
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
         stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, given)

@@ -50,14 +50,14 @@ class FlashKernel:
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         rows = [_rows(x, width, launch) for x, width in ((q, dim), (k, dim), (v, value_dim))]
         out, lse = self.run_forward(*rows, launch, score)
-        return _heads(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.cu_q is not None else lse
+        return _heads(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.several else lse
 
     def backward(self, grad_out, q, k, v, out, lse, tile, score):
         launch = self._launch(tile, q.device)
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         q_rows, k_rows = _rows(q, dim, launch), _rows(k, dim, launch)
         v_rows, out_rows, grad_rows = (_rows(x, value_dim, launch) for x in (v, out, grad_out))
-        lse = (lse[0] if launch.cu_q is not None else lse).contiguous()
+        lse = (lse[0] if launch.several else lse).contiguous()
         grads = self.run_backward(grad_rows, q_rows, k_rows, v_rows, out_rows, lse, launch, score)
         return tuple(_heads(grad, launch)[..., : x.size(-1)] for grad, x in zip(grads, (q, k, v)))
 
@@ -81,7 +81,7 @@ def _rows(x: torch.Tensor, width: int, launch: Launch) -> torch.Tensor:
     """
     x = F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x
     x = x.transpose(1, 2)
-    x = x[0] if launch.cu_q is not None else x
+    x = x[0] if launch.several else x
     return x if _aligned(x) else x.contiguous()
 
 
@@ -94,7 +94,7 @@ def _aligned(x: torch.Tensor) -> bool:
 
 def _heads(x: torch.Tensor, launch: Launch) -> torch.Tensor:
     """Rows back to [B, H, m, width]."""
-    return (x.unsqueeze(0) if launch.cu_q is not None else x).transpose(1, 2)
+    return (x.unsqueeze(0) if launch.several else x).transpose(1, 2)
 
 
 def empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -55,13 +55,13 @@ class FlashAttention2(FlashKernel):
         self.extras = frozenset({"softcap"}) if self.varlen else frozenset()
 
     def run_forward(self, q, k, v, launch, score):
-        run = self._forward if launch.cu_q is None else self._forward_varlen
+        run = self._forward_varlen if launch.several else self._forward
         out, *rest = run(q=q, k=k, v=v, return_softmax=False, **_arguments(launch, score))
         return out, rest[0] if len(rest) == 3 else rest[4]
 
     def run_backward(self, grad_out, q, k, v, out, lse, launch, score):
         dq, dk, dv = empty_like(q, k, v)
-        run = self._backward if launch.cu_q is None else self._backward_varlen
+        run = self._backward_varlen if launch.several else self._backward
         run(dout=grad_out, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, rng_state=None,
             deterministic=torch.are_deterministic_algorithms_enabled(), **_arguments(launch, score))  # fmt: skip
         return dq, dk, dv
@@ -72,7 +72,7 @@ def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
         "softmax_scale": score.scale,
-        "causal": (launch.left, launch.right) == (-1, 0),
+        "causal": launch.causal,
         "window_size": (launch.left, launch.right),
         "window_size_left": launch.left,
         "window_size_right": launch.right,

@@ -62,18 +62,16 @@ class FlashAttention3(FlashKernel):
 
 def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
     """What forward and backward share, under every name that a version knows."""
-    causal = (launch.left, launch.right) == (-1, 0)
-    several = launch.cu_q is not None
     return {
         "softmax_scale": score.scale,
-        "causal": causal,
-        "is_causal": causal,
+        "causal": launch.causal,
+        "is_causal": launch.causal,
         "window_size": (launch.left, launch.right),
         "window_size_left": launch.left,
         "window_size_right": launch.right,
         "softcap": score.softcap or 0.0,
         "cu_seqlens_q": launch.cu_q,
         "cu_seqlens_k": launch.cu_k,
-        "max_seqlen_q": launch.max_q if several else None,
-        "max_seqlen_k": launch.max_k if several else None,
+        "max_seqlen_q": launch.max_q if launch.several else None,
+        "max_seqlen_k": launch.max_k if launch.several else None,
     }

@@ -67,14 +67,13 @@ class FlashAttention4(FlashKernel):
 def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
     """What forward and backward share."""
     left, right = (None if edge == ALL else edge for edge in (launch.left, launch.right))
-    several = launch.cu_q is not None
     return {
         "softmax_scale": score.scale,
-        "causal": (left, right) == (None, 0),
+        "causal": launch.causal,
         "window_size_left": left,
         "window_size_right": right,
         "cu_seqlens_q": launch.cu_q,
         "cu_seqlens_k": launch.cu_k,
-        "max_seqlen_q": launch.max_q if several else None,
-        "max_seqlen_k": launch.max_k if several else None,
+        "max_seqlen_q": launch.max_q if launch.several else None,
+        "max_seqlen_k": launch.max_k if launch.several else None,
     }

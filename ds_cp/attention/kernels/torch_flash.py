@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from ds_cp.attention.kernels import available
 from ds_cp.attention.kernels.flash import FlashKernel
-from ds_cp.attention.kernels.windows import ALL, Launch
 from ds_cp.attention.score import Score
 from ds_cp.mask.schedule import OPEN, Tile, lower
 
@@ -101,7 +100,7 @@ class TorchCudaKernel(FlashKernel):
 
     def run_forward(self, q, k, v, launch, score):
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, _causal(launch), False,
+            q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, launch.causal, False,
             scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
         )  # fmt: skip
         return out, lse
@@ -113,13 +112,9 @@ class TorchCudaKernel(FlashKernel):
         unused = torch.empty(0, device=q.device)
         return aten._flash_attention_backward(
             grad_out.contiguous(), q, k, v, out.contiguous(), lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k,
-            0.0, _causal(launch), no_rng, unused,
+            0.0, launch.causal, no_rng, unused,
             scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
         )  # fmt: skip
-
-
-def _causal(launch: Launch) -> bool:
-    return (launch.left, launch.right) == (ALL, 0)
 
 
 def _forward_cpu(q, k, v, causal, scale):

@@ -48,6 +48,8 @@ class Launch:
     q_stop = property(lambda self: self.tiles[-1].q_stop)
     k_start = property(lambda self: self.tiles[0].k_start)
     k_stop = property(lambda self: self.tiles[-1].k_stop)
+    several = property(lambda self: self.cu_q is not None)
+    causal = property(lambda self: (self.left, self.right) == (ALL, 0))
 
 
 def edges(tile: Tile) -> tuple[Edge, Edge]:

@@ -1,10 +1,10 @@
-"""What the methods of a class refer to: how a layer's kind is told without running it."""
+"""What functions and the methods of a class refer to: how a layer's kind, or a mask's, is told without running it."""
 
 from __future__ import annotations
 
 import inspect
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Iterator
 
 
@@ -12,6 +12,12 @@ from typing import Any, Iterator
 def names_in(kind: type) -> frozenset[str]:
     """Functions and attributes that a class's methods name, without those of torch's classes."""
     return frozenset(name for code in _codes(kind) for name in code.co_names)
+
+
+def closed_over(function: FunctionType) -> dict[str, Any]:
+    """What a function closes over, by name."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells))
 
 
 def _codes(kind: type) -> Iterator[CodeType]:
