@@ -82,3 +82,23 @@ def test_a_cache_on_one_rank_only_fails_all_in_training(workers):
         model(**inputs, cache=DynamicCache(config=model.config) if torch.distributed.get_rank() else None)
 
     workers(2).run_expecting_error(one_with_cache, "rank 0: 1 x 37 tokens, with labels.* rank 1: .* with a cache")
+
+
+def cache_of_a_bare_decoder(config):
+    model = models.build(MODELS["llama"], torch.float64, attention=None if config else "eager").eval()
+    if config:
+        import ds_cp
+        from ds_cp.patches.transformers import prefill
+
+        prefill.SHORTEST = 30
+        ds_cp.context_parallel(model, config)
+    with torch.no_grad(), models.TransformersInDouble():
+        out = model.model(**subject.inputs_without_labels(batches.make(BatchSpec("dense", 2, 37))), use_cache=True)
+    cache = next(out[name] for name in ("cache", "past_key_values") if name in out)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def test_a_bare_decoder_that_is_given_no_cache_returns_a_whole_one(workers):
+    whole = cache_of_a_bare_decoder(None)
+    for got in workers(2).run(cache_of_a_bare_decoder, WAYS["ring"]):
+        torch.testing.assert_close(got, whole, atol=1e-12, rtol=0)
