@@ -86,9 +86,9 @@ def a_document_boundary_inside_a_shard_is_missed(patch):
 
     ranges = documents._ranges
 
-    def without_the_second_boundary(real, starts, seq_len):
-        starts[starts.nonzero()[0][2]] = False
-        return ranges(real, starts, seq_len)
+    def without_the_second_boundary(runs, breaks, seq_len):
+        breaks[breaks.nonzero()[0][2]] = 0  # where a row begins anyway
+        return ranges(runs, breaks, seq_len)
 
     patch(documents, "_ranges", without_the_second_boundary)
 

@@ -30,7 +30,7 @@ class HeadCall:
         region: set by the decoder that left its hidden states local.
         consumed: set by the loss.
         loss_outside: the known loss comes after the head, from the logits that it returns.
-        limit: the most bytes of whole logits that the caller gets as a tensor, in fp32; 0 where they are out of reach.
+        limit: the most bytes of whole logits that the caller gets as a tensor, in fp32; 0 for never as a tensor.
     """
 
     keeps_local: bool = False
@@ -61,8 +61,8 @@ class NoTensorError(BatchError, AttributeError):
 
 
 class LocalLogits:
-    """What a model returns as ``logits`` when its loss was computed on local tokens, and they are needed in training or
-    are too many to be whole.
+    """What a model returns as ``logits`` when its loss was computed on local tokens: always in training, and in evaluation
+    where whole ones would pass the limit.
 
     Not a tensor, so that nothing is computed from a shard by mistake. ``local`` is this rank's [B, L, V];
     ``whole()`` gathers all of it, [B, S, V], differentiably. With the tiled loss they are computed only now.

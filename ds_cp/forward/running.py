@@ -52,7 +52,7 @@ def _entry(owner: object) -> _Running:
     return _Running(owner, depth, thread)
 
 
-def enter(owner: object, region: Region | None) -> None:
+def enter_stack(owner: object, region: Region | None) -> None:
     """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
     top = _entry(owner)
     if region:
@@ -61,7 +61,7 @@ def enter(owner: object, region: Region | None) -> None:
     _running.append(top)
 
 
-def leave(owner: object) -> Region | None:
+def leave_stack(owner: object) -> Region | None:
     """Close what ``owner`` opened, if it did, and return its region."""
     if not _running or _running[-1].owner is not owner:
         return None
@@ -94,14 +94,14 @@ def is_running() -> bool:
     return any(each.call is None for each in _running)
 
 
-def push_head(owner: object, call: HeadCall) -> None:
+def enter_head(owner: object, call: HeadCall) -> None:
     """The head ``owner`` starts."""
     top = _entry(owner)
     top.call = call
     _running.append(top)
 
 
-def pop_head(owner: object) -> HeadCall | None:
+def leave_head(owner: object) -> HeadCall | None:
     """The head ``owner`` has ended; None if it failed before it started."""
     return _running.pop().call if _running and _running[-1].owner is owner else None
 

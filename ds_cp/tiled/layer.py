@@ -81,7 +81,7 @@ def current() -> Span | None:
     return _running.get()
 
 
-def run_in_tiles(
+def run_layer_in_tiles(
     module: torch.nn.Module,
     run: Callable[[torch.Tensor, slice], torch.Tensor],
     x: torch.Tensor,
@@ -107,7 +107,7 @@ def run_in_tiles(
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not torch.is_grad_enabled():
         kept = None
-    return _Tiled.apply(x, _Layer(module, run, x.size(1), block, kept, autocast_of(x.device.type)), *parameters)
+    return _TiledLayer.apply(x, _Layer(module, run, x.size(1), block, kept, autocast_of(x.device.type)), *parameters)
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ class _Layer:
                 yield
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, *parameters):
         ctx.layer, ctx.parameters, ctx.unchanged = layer, parameters, Unchanged(layer.module)

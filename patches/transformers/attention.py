@@ -102,13 +102,13 @@ def attention_forward(
     if isinstance(attention_mask, MaskDescriptor):
         return _shared(*given, attention_mask, dropout, scaling, **kwargs), None
     if isinstance(attention_mask, masks.CrossMask):
-        return unshared.attend(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
+        return unshared.sdpa(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
     if current() is not None and type(module).__name__ not in ACROSS_LAYERS:
         raise BatchError(
             f"{type(module).__name__} got {kind(attention_mask)} instead of the mask of the shared sequence: it would "
             "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
         )
-    return unshared.attend(*given, attention_mask, dropout, scaling, **kwargs)
+    return unshared.sdpa(*given, attention_mask, dropout, scaling, **kwargs)
 
 
 def _shared(

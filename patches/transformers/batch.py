@@ -93,7 +93,7 @@ def contents(given: Mapping[str, Any], call: HeadCall) -> list[torch.Tensor]:
     for _, value in sorted(given.items()):
         if isinstance(value, torch.Tensor):
             found.append(value)
-        masks.each(value, lambda mask: found.extend(mask.tensors()))
+        masks.change_deferred(value, lambda mask: found.extend(mask.tensors()))
     return found + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
 
 
@@ -138,7 +138,7 @@ def mask_of(given: Mapping[str, Any]) -> Any:
     """The attention mask as the caller gave it, also where the model has made masks of it already, one per kind of layer."""
     mask = given.get("attention_mask")
     made: list[masks.Deferred] = []
-    masks.each(mask, made.append)
+    masks.change_deferred(mask, made.append)
     if made:
         return made[0].padding
     if type(mask) is dict and len({id(each) for each in mask.values()}) == 1:

@@ -87,7 +87,7 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             f"{facts.name} is a copy of a model that is attached: it has that model's hooks and would cut each sequence twice. "
             "Copy a model before it is attached. Nothing was changed."
         )
-    parts = stacks.of(head)
+    parts = stacks.find(head)
     if plan.offload_kv:
         layers.check(parts)
     agree_on_plan(plan, plan.timeout)

@@ -26,7 +26,7 @@ def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) 
     for name, value in given.items():
         if name in FLASH_FACTS or name in OF_THE_HEAD:
             continue
-        value = masks.each(value, lambda mask: mask.bind(region))
+        value = masks.change_deferred(value, lambda mask: mask.bind(region))
         if name == "position_ids" and value is not None:
             local[name] = region.shard(value, dim=-1)
         elif isinstance(value, torch.Tensor) and tuple(value.shape[:2]) in per_token and name not in WHOLE:

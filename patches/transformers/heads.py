@@ -9,14 +9,14 @@ import torch
 
 from ds_cp.agreement import BatchError
 from ds_cp.forward.head_call import HeadCall, LocalLogits
-from ds_cp.forward.running import pop_head, push_head
+from ds_cp.forward.running import enter_head, leave_head
 from ds_cp.patches import trl
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.losses import causal_lm, smoothing
 from ds_cp.tiled.deferred import DeferredLogits
 
 LOGITS_LIMIT = 16 << 30
-"""Bytes of whole-sequence logits that a rank may hold for a loss that ds_cp does not know."""
+"""Bytes of whole-sequence logits that a rank may hold."""
 
 
 def hook(head: torch.nn.Module, vocab: int) -> list[Any]:
@@ -36,7 +36,7 @@ def _before_head(vocab: int, signature: inspect.Signature):
     def before_head(head: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         given = batches.named(signature, args, kwargs)
         if not any(isinstance(given.get(name), torch.Tensor) for name in ("input_ids", "inputs_embeds")):
-            push_head(head, HeadCall())  # another function runs in its place (TRL redirects forwards): no known loss
+            enter_head(head, HeadCall())  # another function runs in its place (TRL redirects forwards): no known loss
             return
         keeps = given.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
@@ -46,7 +46,7 @@ def _before_head(vocab: int, signature: inspect.Signature):
         call.told, call.input_ids = batches.facts(given), given.get("input_ids")
         if not (call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
             call.limit = LOGITS_LIMIT
-        push_head(head, call)
+        enter_head(head, call)
         generating = given.get("use_cache") or batches.cache_of(given) is not None
         if everything and not call.keeps_local and not generating and "logits_to_keep" in signature.parameters:
             _refuse_huge_logits(vocab, *batches.shape_of(given))
@@ -91,7 +91,7 @@ def _refuse_huge_logits(vocab: int, batch: int, seq_len: int) -> None:
 
 @torch.compiler.disable
 def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
-    call = pop_head(head)
+    call = leave_head(head)
     if call is None or call.region is None or output is None:
         return None
     if not call.consumed and not call.loss_outside:

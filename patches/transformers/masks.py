@@ -82,20 +82,20 @@ class Deferred:
         )
 
 
-def each(value: Any, change: Callable[[Deferred], Any]) -> Any:
+def change_deferred(value: Any, change: Callable[[Deferred], Any]) -> Any:
     """Arguments with every deferred mask in them, and in tuples, lists and dicts inside, changed."""
     if isinstance(value, Deferred):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(each(item, change) for item in value)
+        return type(value)(change_deferred(item, change) for item in value)
     if type(value) is dict:
-        return {name: each(item, change) for name, item in value.items()}
+        return {name: change_deferred(item, change) for name, item in value.items()}
     return value
 
 
 def plain(value: Any) -> Any:
     """Arguments of a decoder that runs whole, with its deferred masks made."""
-    return each(value, lambda mask: mask.make(**mask.arguments))
+    return change_deferred(value, lambda mask: mask.make(**mask.arguments))
 
 
 @dataclass(frozen=True)

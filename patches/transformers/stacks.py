@@ -17,7 +17,7 @@ from ds_cp import balance
 from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
 from ds_cp.forward.head_call import HeadCall
 from ds_cp.forward.region import Region
-from ds_cp.forward.running import current, current_head, enter, leave
+from ds_cp.forward.running import current, current_head, enter_stack, leave_stack
 from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import anatomy, bounds, cut, masks, prefill, support
@@ -49,7 +49,7 @@ class Stack:
     compared: set[tuple[bool, int]] = field(default_factory=set)
 
 
-def of(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
+def find(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     """The stacks of a model by the module that runs them, in the order in which they run."""
     *encoders, decoder = anatomy.find_stacks(head)
     stacks = {}
@@ -86,7 +86,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
             if cache is None:
                 if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
                     agree(mesh.control, None, (*batches.shape_of(given), mode), 0, stack.forwards)
-                enter(module, None)  # every rank runs the whole; in decoding that is one new token
+                enter_stack(module, None)  # every rank runs the whole; in decoding that is one new token
                 return masks.plain(args), masks.plain(kwargs)
         region = _open(stack, plan, mesh, given, call, module, mode)
         stack.forwards += 1
@@ -100,7 +100,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
         stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, given)
-        enter(module, region)
+        enter_stack(module, region)
         return (), local
 
     before_stack.ds_cp = True
@@ -139,7 +139,7 @@ def _open(
 def _after(stack: Stack):
     @torch.compiler.disable
     def after_stack(module: torch.nn.Module, args: tuple, output: Any) -> Any:
-        region = leave(module)
+        region = leave_stack(module)
         if region is None or output is None:
             return None
         if len(region.attended) < stack.layers:

@@ -22,7 +22,7 @@ def mask_maker(config: Any) -> Callable:
     return eager_mask if getattr(config, "model_type", None) in ADDITIVE_MASK else sdpa_mask
 
 
-def attend(
+def sdpa(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -35,9 +35,9 @@ class Kernel(Protocol):
         """Join lowered tiles that one call computes; a kernel that cannot returns the tiles."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Work, score: Score
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, H, m, dv], lse) of the tile's band."""
+        """(out [B, H, m, dv], lse) of the work's tiles, each inside its band."""
 
     def backward(
         self,
@@ -47,10 +47,10 @@ class Kernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Work,
+        work: Work,
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tile's share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
+        """Its share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
 
 
 KERNELS = {

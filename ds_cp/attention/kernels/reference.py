@@ -27,15 +27,15 @@ class ReferenceKernel:
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return True
 
-    def forward(self, q, k, v, tile, score):
-        scores = _hidden(score.apply(_products(q, k)), tile)
+    def forward(self, q, k, v, work, score):
+        scores = _hidden(score.apply(_products(q, k)), work)
         lse = torch.logsumexp(scores, dim=-1)
         probabilities = score.dropped(_probabilities(scores, lse))
         return _by_group(probabilities, v.to(probabilities.dtype)), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, tile, score):
+    def backward(self, grad_out, q, k, v, out, lse, work, score):
         products = _products(q, k)
-        probabilities = _probabilities(_hidden(score.apply(products), tile), lse)
+        probabilities = _probabilities(_hidden(score.apply(products), work), lse)
         q, k, v, grad_out, out = (x.to(probabilities.dtype) for x in (q, k, v, grad_out, out))
         d_probabilities = score.dropped(_by_group(grad_out, v.transpose(-1, -2)))
         d_scores = probabilities * (d_probabilities - (grad_out * out).sum(-1, keepdim=True))

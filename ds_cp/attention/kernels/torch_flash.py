@@ -61,22 +61,22 @@ class TorchKernel:
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return q.device.type == "cpu" and not score.extras
 
-    def forward(self, q, k, v, tile, score):
-        flip, times = tile.lo == 0, getattr(tile, "times", 1)
+    def forward(self, q, k, v, work, score):
+        flip, times = work.lo == 0, getattr(work, "times", 1)
         q, k, v = _stacked(times, q, k, v)
         if flip:
             q, k, v = _flipped(q, k, v)
         value_dim = v.size(-1)
         q, k, v = _equally_wide(q, *_together(k, v))
-        out, lse = _forward_cpu(q, k, v, tile.hi < OPEN or flip, score.scale)
+        out, lse = _forward_cpu(q, k, v, work.hi < OPEN or flip, score.scale)
         out = _narrowed(out, value_dim)
         if times == 1 and not flip:
             return out, lse
         out, lse = _in_a_row(times, *(_flipped(out, lse.unsqueeze(-1)) if flip else (out, lse.unsqueeze(-1))))
         return out, lse.squeeze(-1)
 
-    def backward(self, grad_out, q, k, v, out, lse, tile, score):
-        flip, times = tile.lo == 0, getattr(tile, "times", 1)
+    def backward(self, grad_out, q, k, v, out, lse, work, score):
+        flip, times = work.lo == 0, getattr(work, "times", 1)
         if times > 1:
             grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
             lse = lse.squeeze(-1)
@@ -85,7 +85,7 @@ class TorchKernel:
             lse = lse.flip(-1)
         dim, value_dim = q.size(-1), v.size(-1)
         grad_out, q, k, v, out = _equally_wide(grad_out, q, *_together(k, v), out)
-        grads = _backward_cpu(grad_out, q, k, v, out, lse, tile.hi < OPEN or flip, score.scale)
+        grads = _backward_cpu(grad_out, q, k, v, out, lse, work.hi < OPEN or flip, score.scale)
         dq, dk, dv = _in_a_row(times, *(_flipped(*grads) if flip else grads))
         return _narrowed(dq, dim), _narrowed(dk, dim), _narrowed(dv, value_dim)
 

@@ -26,7 +26,7 @@ from ds_cp.patches.transformers.memory import offload
 from ds_cp.patches.transformers.memory.bound import bind
 from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
-from ds_cp.tiled.layer import run_in_tiles
+from ds_cp.tiled.layer import run_layer_in_tiles
 
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
@@ -115,7 +115,7 @@ def _forward(plan: Plan, self: GradientCheckpointingLayer, *args: Any, **kwargs:
 
     waits = (offload.to_host, offload.from_host) if plan.offload_activations else ()
     kept = None if plan.recompute_attention else Kept(*waits)
-    out = run_in_tiles(self, run, x, plan.offload_kv, kept)
+    out = run_layer_in_tiles(self, run, x, plan.offload_kv, kept)
     if rest == [...]:
         return out
     if any(value is not None for value in rest):
