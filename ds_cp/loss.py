@@ -31,7 +31,7 @@ def causal_lm_loss(
         targets: [B, S] or [B * S], already shifted, whole on every rank.
         region: the forward that made the logits.
         num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
-            0, not NaN.
+            NaN and each gradient zero, as transformers has it: a Trainer leaves NaN out of the means that it logs.
         ignore_index: the label that does not count.
         label_smoothing: the share of a token's loss that goes to the mean over the vocabulary.
 
@@ -67,8 +67,8 @@ def mean_over_group(
         targets: [B, S], whole on every rank.
         num_items: see :func:`causal_lm_loss`.
     """
-    if num_items is None:
-        num_items = (targets != ignore_index).sum().clamp(min=1)
-    if isinstance(num_items, torch.Tensor):
-        num_items = num_items.to(total.device)
-    return all_reduce(total, region.mesh.cp) / num_items
+    count = torch.as_tensor((targets != ignore_index).sum() if num_items is None else num_items, device=total.device)
+    nothing = count == 0
+    # 0 / 0 would hand a gradient of infinity to the tokens; cross entropy gives zero to those it ignores
+    mean = all_reduce(total, region.mesh.cp) / count.masked_fill(nothing, 1)
+    return mean.masked_fill(nothing, float("nan"))

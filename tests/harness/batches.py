@@ -42,7 +42,7 @@ class BatchSpec:
     seed: int = 0
     turn: int = 0  # packed rows begin with the document at this index: other packings of the same length
     documents: tuple = ()  # lengths of every packed row's documents, instead of DOCUMENT_LENGTHS
-    extras: tuple = ()  # of "shift_labels", "num_items_in_batch", "num_items_in_batch as a tensor"
+    extras: tuple = ()  # of "shift_labels", "num_items_in_batch", "num_items_in_batch as a tensor", "no items"
 
 
 # ---- which documents a row holds: lengths as data, the last one takes what is left -------------------------
@@ -172,6 +172,8 @@ def make(spec):
         inputs["num_items_in_batch"] = NUM_ITEMS
     if "num_items_in_batch as a tensor" in spec.extras:
         inputs["num_items_in_batch"] = torch.tensor(NUM_ITEMS)
+    if "no items" in spec.extras:
+        inputs["num_items_in_batch"] = torch.tensor(0)
     return Batch(inputs, documents, targets)
 
 

@@ -66,11 +66,11 @@ def _nothing(model, length):
 
 
 def loss_of(logits, batch):
-    """Sum over the valid tokens, over their number or what the user says it is; zero when there is none."""
+    """Sum over the valid tokens, over their number or what the user says it is; 0 / 0 without gradients when there is none."""
     valid = batch.targets != batches.IGNORE
     divisor = batch.inputs.get("num_items_in_batch", batch.valid_tokens)
     if not batch.valid_tokens:
-        return torch.zeros((), dtype=logits.dtype)
+        return torch.zeros((), dtype=logits.dtype) / divisor
     return cross_entropy(logits[valid], batch.targets[valid], reduction="sum") / divisor
 
 
@@ -128,7 +128,8 @@ def assert_close_logits(got, want, tolerance):
 
 
 def assert_close_loss(got, want, tolerance):
-    assert abs(got - want) <= tolerance * abs(want), f"loss {got!r}, want {want!r}, {abs(got - want):.2e} apart"
+    same = abs(got - want) <= tolerance * abs(want) or (got != got and want != want)
+    assert same, f"loss {got!r}, want {want!r}, {abs(got - want):.2e} apart"
 
 
 def _nan_first(error):
