@@ -98,10 +98,12 @@ def test_a_mask_of_the_users_own_is_refused(workers):
 
 
 def entries_of_other_documents_are_seen(patch):
-    from ds_cp.attention.entries import Pooled
+    from ds_cp.attention.entries import PooledEntries
 
-    of = Pooled.of
-    patch(Pooled, "of", lambda self, *rest: of(self, *rest) if self.selected else _of_any_document(of, self, *rest))
+    of = PooledEntries.of
+    patch(
+        PooledEntries, "of", lambda self, *rest: of(self, *rest) if self.selected else _of_any_document(of, self, *rest)
+    )
 
 
 def _of_any_document(of, self, *rest):

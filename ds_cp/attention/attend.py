@@ -7,7 +7,6 @@ behind them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Callable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -119,10 +118,8 @@ def _forward(q, k, v, sinks, fixed: _Fixed) -> tuple[torch.Tensor, torch.Tensor]
     out = Sum((*q.shape[:3], v.size(-1)), q, q.dtype if queries.alone else precise, queries.gaps)
     lse = Sum(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
     for (step, k_rows, v_rows), of_step in zip(exchange.arrivals(k, v), calls):  # rows arrive
-        for (work, q_at, k_at), score in _scored(
-            of_step, step, exchange.steps[0], fixed, beside
-        ):  # tiles of these rows
-            part, part_lse = fixed.kernel.forward(q_at.view(q), k_at.view(k_rows), k_at.view(v_rows), work, score)
+        for (work, q_at, k_at), *rule in _scored(of_step, step, exchange.steps[0], fixed, beside):  # its tiles
+            part, part_lse = fixed.kernel.forward(q_at.view(q), k_at.view(k_rows), k_at.view(v_rows), work, *rule)
             if q_at.first:
                 out.put(q_at, part)
                 lse.put(q_at, part_lse)
@@ -145,7 +142,6 @@ def _backward(
     d_beside = None if beside is None else torch.zeros_like(beside, dtype=precise)
     calls, queries, keys = kernel_calls(exchange.steps, fixed.kernel, q.device, q.size(0))
     d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in fixed.score.tables)
-    fixed = fixed._replace(score=replace(fixed.score, gradients=d_tables))
     dq = Sum(q.shape, q, q.dtype if queries.alone else precise, queries.gaps)
     own = tuple(Sum(x.shape, x, x.dtype if keys[0].alone else precise, keys[0].gaps) for x in (k, v))
     parcels = InTurn(2)  # one is filled while the one before is on its way
@@ -155,9 +151,9 @@ def _backward(
             batch, heads, n, dim = k_rows.shape
             parcel = parcels.rows(q, (n, batch, heads, dim + v_rows.size(-1)), precise)
             dk, dv = (Sum(x.shape, x, precise, covered.gaps, total=x) for x in as_heads(parcel, dim))
-        for (work, q_at, k_at), score in _scored(of_step, step, own_step, fixed, beside, d_beside):
+        for (work, q_at, k_at), *rule in _scored(of_step, step, own_step, fixed, beside, d_beside, d_tables):
             rows = *(q_at.view(x) for x in (grad_out, q)), *(k_at.view(x) for x in (k_rows, v_rows))
-            parts = fixed.kernel.backward(*rows, q_at.view(out), q_at.view(lse), work, score)
+            parts = fixed.kernel.backward(*rows, q_at.view(out), q_at.view(lse), work, *rule)
             for total, at, part in zip((dq, dk, dv), (q_at, k_at, k_at), parts):
                 total.add(at, part)
         if step is not own_step:
@@ -190,10 +186,11 @@ def _scored(
     fixed: _Fixed,
     beside: torch.Tensor | None,
     d_beside: torch.Tensor | None = None,
-) -> Iterator[tuple[KernelCall, Score]]:
-    """The calls of the kernel in a step, each with its score rule."""
+    d_tables: tuple[torch.Tensor, ...] = (),
+) -> Iterator[tuple[KernelCall, Score, Where | None]]:
+    """The calls of the kernel in a step, each with its score rule and, if that asks for it, where its tiles are."""
     if not fixed.score.needs_positions:
-        yield from ((call, fixed.score) for call in calls)
+        yield from ((call, fixed.score, None) for call in calls)
     elif calls:
         score, q_positions = fixed.score, select(fixed.positions(own.source), own.rows)
         if step.source == EVERYONE:
@@ -203,5 +200,4 @@ def _scored(
         for call in calls:
             batch, _, q_rows = call.q.index
             channels = (None if x is None else call.q.view(x) for x in (beside, d_beside))
-            where = Where(batch, q_positions[q_rows], k_positions[call.k.index[2]], *channels)
-            yield call, score.at(where)
+            yield call, score, Where(batch, q_positions[q_rows], k_positions[call.k.index[2]], *channels, d_tables)

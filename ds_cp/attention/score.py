@@ -22,7 +22,7 @@ class Where(NamedTuple):
         batch: its rows.
         q, k: global positions of its queries [m] and keys [n]; of entries their indices.
         beside: [B, H, m, c], the channels of its queries behind those that meet the keys; a term may read them.
-        d_beside: the same of their gradient, to add to; None in the forward pass.
+        d_beside, gradients: in the backward pass where to add the gradients of ``beside`` and of :attr:`Score.tables`.
     """
 
     batch: slice
@@ -30,6 +30,7 @@ class Where(NamedTuple):
     k: torch.Tensor
     beside: torch.Tensor | None = None
     d_beside: torch.Tensor | None = None
+    gradients: tuple[torch.Tensor, ...] = ()
 
 
 class Term(Protocol):
@@ -94,8 +95,6 @@ class Score:
             kernels never see it.
         sinks_beside: whether each query has such a score of its own instead, its last channel.
         entries: further keys, which stand for many tokens each and which every rank holds whole.
-        where: of one tile, if :attr:`needs_positions`; set by :mod:`.attend`.
-        gradients: in the backward pass one buffer per table of :attr:`tables`; set by :mod:`.attend`.
     """
 
     scale: float
@@ -105,18 +104,16 @@ class Score:
     sinks: torch.Tensor | None = None
     sinks_beside: bool = False
     entries: PooledEntries | None = None
-    where: Where | None = None
-    gradients: tuple[torch.Tensor, ...] = ()
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """The terms' tensors that want a gradient, in order."""
         return tuple(term.table for term in self._learning)
 
-    def collect(self, d_scores: torch.Tensor) -> None:
+    def collect(self, d_scores: torch.Tensor, where: Where | None) -> None:
         """Add a tile's share to the gradients of :attr:`tables`; d_scores is [B, H, m, n], by the scores before softmax."""
-        for term, total in zip(self._learning, self.gradients):
-            total += term.gradient(d_scores, self.where)
+        for term, total in zip(self._learning, where.gradients if where else ()):
+            total += term.gradient(d_scores, where)
 
     @property
     def _learning(self) -> list[Any]:
@@ -151,17 +148,13 @@ class Score:
         dropout = self.dropout and replace(self.dropout, seed=self.dropout.seed + 1)
         return replace(self, terms=(self.entries,), dropout=dropout)
 
-    def at(self, where: Where) -> "Score":
-        """The rule for one tile."""
-        return replace(self, where=where)
-
-    def apply(self, products: torch.Tensor) -> torch.Tensor:
-        """Scores [B, H, m, n] from q k^T of the tile."""
+    def apply(self, products: torch.Tensor, where: Where | None) -> torch.Tensor:
+        """Scores [B, H, m, n] from q k^T of a tile, which must say where it is if the rule :attr:`needs_positions`."""
         scores = products * self.scale
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         for term in self.terms:
-            scores = scores + term.of(self.where, scores.dtype)
+            scores = scores + term.of(where, scores.dtype)
         return scores
 
     def slope(self, products: torch.Tensor) -> torch.Tensor | float:
@@ -170,9 +163,9 @@ class Score:
             return self.scale
         return (1 - torch.tanh(products * self.scale / self.softcap).square()) * self.scale
 
-    def dropped(self, probabilities: torch.Tensor) -> torch.Tensor:
+    def dropped(self, probabilities: torch.Tensor, where: Where | None) -> torch.Tensor:
         """Dropout on a tile's probabilities, or on their gradients: the same pairs in forward and backward."""
         if self.dropout is None:
             return probabilities
-        keep = self.dropout.keep(self.where, probabilities.size(1))
+        keep = self.dropout.keep(where, probabilities.size(1))
         return probabilities * keep / (1 - self.dropout.rate)

@@ -9,7 +9,7 @@ from typing import Iterable, Protocol, Sequence
 import torch
 
 from ds_cp.attention.kernels.windows import Launch
-from ds_cp.attention.score import Score
+from ds_cp.attention.score import Score, Where
 from ds_cp.mask.schedule import Step, Tile
 
 Work = Tile | Launch
@@ -35,9 +35,19 @@ class Kernel(Protocol):
         """Join lowered tiles that one call computes; a kernel that cannot returns the tiles."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, score: Score
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Work,
+        score: Score,
+        where: Where | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, H, m, dv], lse) of the work's tiles, each inside its band."""
+        """(out [B, H, m, dv], lse) of the work's tiles, each inside its band.
+
+        Args:
+            where: given if the score rule needs positions.
+        """
 
     def backward(
         self,
@@ -49,6 +59,7 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         work: Work,
         score: Score,
+        where: Where | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Its share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
 

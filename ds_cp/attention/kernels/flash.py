@@ -45,14 +45,14 @@ class FlashKernel:
         width = -(-max(dim, value_dim) // 8) * 8
         return width, width
 
-    def forward(self, q, k, v, work, score):
+    def forward(self, q, k, v, work, score, where=None):
         launch = self._launch(work, q.device)
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         rows = [_rows(x, width, launch) for x, width in ((q, dim), (k, dim), (v, value_dim))]
         out, lse = self.run_forward(*rows, launch, score)
         return _heads(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.several else lse
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score):
+    def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
         launch = self._launch(work, q.device)
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         q_rows, k_rows = _rows(q, dim, launch), _rows(k, dim, launch)

@@ -27,23 +27,23 @@ class ReferenceKernel:
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return True
 
-    def forward(self, q, k, v, work, score):
-        scores = _hidden(score.apply(_products(q, k)), work)
+    def forward(self, q, k, v, work, score, where=None):
+        scores = _hidden(score.apply(_products(q, k), where), work)
         lse = torch.logsumexp(scores, dim=-1)
-        probabilities = score.dropped(_probabilities(scores, lse))
+        probabilities = score.dropped(_probabilities(scores, lse), where)
         return _by_group(probabilities, v.to(probabilities.dtype)), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score):
+    def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
         products = _products(q, k)
-        probabilities = _probabilities(_hidden(score.apply(products), work), lse)
+        probabilities = _probabilities(_hidden(score.apply(products, where), work), lse)
         q, k, v, grad_out, out = (x.to(probabilities.dtype) for x in (q, k, v, grad_out, out))
-        d_probabilities = score.dropped(_by_group(grad_out, v.transpose(-1, -2)))
+        d_probabilities = score.dropped(_by_group(grad_out, v.transpose(-1, -2)), where)
         d_scores = probabilities * (d_probabilities - (grad_out * out).sum(-1, keepdim=True))
-        score.collect(d_scores)
+        score.collect(d_scores, where)
         d_products = d_scores * score.slope(products)
         dq = _by_group(d_products, k)
         dk = _sum_groups(d_products.transpose(-1, -2) @ q, k.size(1))
-        dv = _sum_groups(score.dropped(probabilities).transpose(-1, -2) @ grad_out, v.size(1))
+        dv = _sum_groups(score.dropped(probabilities, where).transpose(-1, -2) @ grad_out, v.size(1))
         return dq, dk, dv
 
 

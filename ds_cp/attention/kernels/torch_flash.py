@@ -61,7 +61,7 @@ class TorchKernel:
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return q.device.type == "cpu" and not score.extras
 
-    def forward(self, q, k, v, work, score):
+    def forward(self, q, k, v, work, score, where=None):
         flip, times = work.lo == 0, getattr(work, "times", 1)
         q, k, v = _stacked(times, q, k, v)
         if flip:
@@ -75,7 +75,7 @@ class TorchKernel:
         out, lse = _in_a_row(times, *(_flipped(out, lse.unsqueeze(-1)) if flip else (out, lse.unsqueeze(-1))))
         return out, lse.squeeze(-1)
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score):
+    def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
         flip, times = work.lo == 0, getattr(work, "times", 1)
         if times > 1:
             grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
