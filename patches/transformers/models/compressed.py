@@ -32,7 +32,7 @@ class Windows(NamedTuple):
             a shorter document anything. One window of anything where there is none: ZeRO waits for the gradients of all
             weights on all ranks, whatever a group's batch.
         entries: [B, T] int64, the entries of each row among those of all documents, flat in the order of ``tokens``.
-        start, number: [B, T] int64, as :class:`~ds_cp.attention.entries.Pooled` has them.
+        start, number: [B, T] int64, as :class:`~ds_cp.attention.entries.PooledEntries` has them.
     """
 
     tokens: tuple[torch.Tensor, ...]
