@@ -14,6 +14,7 @@ MODELS = {
     "gemma3_text": ModelSpec("gemma3_text"),
     "gpt_oss": ModelSpec("gpt_oss"),
     "deepseek_v3": ModelSpec("deepseek_v3"),
+    "dory": ModelSpec("dory"),  # layers that run in loops, with more entries in the cache than layers
 }
 WAYS = {
     "ring": {"size": 2, "method": "ring"},
@@ -52,6 +53,7 @@ def generated(name, config, kind):
         ("gemma3_text", "ulysses", "dense"),
         ("gpt_oss", "ring", "dense"),
         ("deepseek_v3", "ring", "left_pad"),
+        ("dory", "ring", "left_pad"),
     ],
 )
 def test_tokens_and_scores_equal_those_of_one_process(workers, name, way, kind):

@@ -32,6 +32,7 @@ class Filling(DynamicCache):
     def __init__(self, cache: DynamicCache, region: Region):
         super().__init__()
         self.cache, self.region, self.filled = cache, region, 0
+        self.layers = cache.layers  # models with loops add to them
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any):
         """Keys and values [B, h, L, d] of a layer: all tokens' go to the cache, the rank's own come back."""
@@ -47,6 +48,8 @@ class Filling(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Nothing was seen before."""
         return 0
+
+    get_seq_length = get_query_offset
 
     def done(self, layers: int) -> DynamicCache:
         """The cache that the caller gets.
