@@ -101,6 +101,10 @@ class Layout:
                 pieces.append(full.new_full(shape, pad_value))
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim)
 
+    def pad(self, per_token: torch.Tensor) -> torch.Tensor:
+        """A fact of each token, with zeros for those past S: ``[..., S] -> [..., S']``."""
+        return torch.nn.functional.pad(per_token, (0, self.padded_len - self.seq_len))
+
     @cached_property
     def unshard_index(self) -> torch.Tensor:
         """For each global position below S its index in the concatenation of all ranks' shards, [S], int64, CPU."""

@@ -136,12 +136,10 @@ def attention(
 def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -> PooledEntries:
     keys, start, number, chosen = self.compressor(hidden_states, residual, position_ids, None, self.layer_idx)
     cut, rate = region.layout, self.compressor.compress_rate
-    padding = (0, cut.padded_len - cut.seq_len)
-    origin, positions = (torch.nn.functional.pad(x, padding) for x in (region.origin, region.positions))
     selected = None
     if chosen is not None:
         selected = Selected.by_this_rank(region.mesh, cut, chosen, number, -(-cut.seq_len // rate), self.num_heads)
-    return PooledEntries(keys, start, number, rate, origin, positions, selected)
+    return PooledEntries(keys, start, number, rate, cut.pad(region.origin), cut.pad(region.positions), selected)
 
 
 REPLACED: dict[str, Replacement] = {

@@ -132,7 +132,7 @@ def term(module: torch.nn.Module, mask: MaskDescriptor, heads: int, chosen: torc
     kind = INDEXERS[type(indexer).__name__] if has_indexer(module) else DEEPSEEK  # layers may share one of DeepSeek's
     region, size = mask.region, kind.size(indexer)
     cut = region.layout
-    block = torch.nn.functional.pad(region.positions // size, (0, cut.padded_len - cut.seq_len))
+    block = cut.pad(region.positions // size)
     return Selected.by_this_rank(region.mesh, cut, chosen, block, -(-cut.seq_len // size), heads)
 
 
