@@ -82,8 +82,8 @@ class Layout:
         """Global positions of the tokens of a ring shard, in its order, int64."""
         return torch.cat([torch.arange(*run, device=device) for run in self.ring_runs[ring_rank]])
 
-    def shard(self, full: torch.Tensor, dim: int, cp_rank: int, pad_value: float = 0) -> torch.Tensor:
-        """A rank's tokens: ``[..., S, ...] -> [..., L, ...]``; tokens past S are ``pad_value``.
+    def shard(self, full: torch.Tensor, dim: int, cp_rank: int, pad_value: float | None = 0) -> torch.Tensor:
+        """A rank's tokens: ``[..., S, ...] -> [..., L, ...]``; tokens past S are ``pad_value``, or copies of the last token.
 
         Differentiable: the adjoint is a scatter into zeros. Tokens past S come with a piece of ``full``, be it empty: the
         backward pass of a rank without tokens must reach the collective that made ``full``.
@@ -98,7 +98,8 @@ class Layout:
             if real < stop - start:
                 shape = list(full.shape)
                 shape[dim] = stop - start - real
-                pieces.append(full.new_full(shape, pad_value))
+                last = full.narrow(dim, self.seq_len - 1, 1).detach()
+                pieces.append(last.expand(shape) if pad_value is None else full.new_full(shape, pad_value))
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def pad(self, per_token: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,9 @@ def test_a_gradient_that_is_missing_or_wrong_is_an_error():
     truth = compare.Truth(2.0, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
     assert compare.errors(2.0, truth.gradients.items(), truth).worst == 0
     assert compare.errors(2.0, [("a", torch.ones(4))], truth).by_parameter["b"] == math.inf
+    assert (
+        compare.errors(2.0, [("a", truth.gradients["a"]), ("b", torch.full((4,), math.nan))], truth).worst == math.inf
+    )
     assert compare.errors(2.0, [("a", torch.ones(4) * 1.1), ("b", truth.gradients["b"])], truth).worst == pytest.approx(
         0.1
     )

@@ -53,6 +53,7 @@ KINDS = [
     "modernbert-decoder",
     "hrm_text",
     "mllama",
+    "gemma3n_text",
 ]
 
 

@@ -50,6 +50,16 @@ def test_sharding_sends_gradients_back_to_their_tokens():
     assert torch.equal(full.grad[0, :, 0], owner.double())
 
 
+def test_tokens_past_the_end_are_zeros_or_copies_of_the_last_without_a_gradient():
+    layout = Layout(5, 2, 1, "zigzag")
+    full = torch.arange(1.0, 6.0, requires_grad=True)
+    assert layout.shard(full, 0, 0).tolist() == [1, 2, 0, 0]
+    copies = layout.shard(full, 0, 0, pad_value=None)
+    assert copies.tolist() == [1, 2, 5, 5]
+    copies.sum().backward()
+    assert full.grad.tolist() == [1, 1, 0, 0, 0]
+
+
 def test_the_shard_of_a_rank_without_tokens_leads_back_too():
     """Otherwise its backward pass misses the collective that made the whole, and the others wait for it."""
     full = torch.randn(2, 2, 3, requires_grad=True)

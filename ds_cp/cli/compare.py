@@ -98,7 +98,7 @@ class Truth:
 
     @property
     def tolerance(self) -> float:
-        return max(TOLERANCE, 1.5 * self.own_error)
+        return max(TOLERANCE, 1.5 * self.own_error) if math.isfinite(self.own_error) else TOLERANCE
 
 
 @dataclass
@@ -162,12 +162,17 @@ def shared(model: torch.nn.Module, batch: Batch) -> tuple[float, Iterator[tuple[
 
 
 def errors(loss: float, gradients: Gradients, want: Truth) -> Errors:
-    """What was found beside the truth; inf where a gradient of the truth was not found."""
+    """What was found beside the truth; inf where a gradient of the truth was not found, or a number is NaN."""
     everything = torch.stack([g.norm() for g in want.gradients.values()]).norm().item()
-    found = Errors(abs(loss - want.loss) / abs(want.loss), dict.fromkeys(want.gradients, math.inf))
+    found = Errors(_or_inf(abs(loss - want.loss) / abs(want.loss)), dict.fromkeys(want.gradients, math.inf))
     for name, gradient in gradients:
         true = want.gradients.get(name)
         size = 0.0 if true is None else true.norm().item()
         difference = gradient if true is None else gradient - true
-        found.by_parameter[name] = difference.norm().item() / max(size, 1e-3 * everything)
+        found.by_parameter[name] = _or_inf(difference.norm().item() / max(size, 1e-3 * everything))
     return found
+
+
+def _or_inf(error: float) -> float:
+    """NaN is larger than nothing, so the largest of some errors would not show it."""
+    return math.inf if math.isnan(error) else error

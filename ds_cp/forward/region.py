@@ -73,7 +73,7 @@ class Region:
     _schedules: dict[tuple[Rule, int | None], tuple[Step, ...]] = field(default_factory=dict)
     _positions: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
-    def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
+    def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float | None = 0) -> torch.Tensor:
         """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
         return self.layout.shard(full, dim, self.mesh.cp.rank, pad_value)
 

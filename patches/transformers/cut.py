@@ -12,6 +12,9 @@ from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD
 
+TOKENS = ("input_ids", "inputs_embeds")
+"""A token past the sequence's end is one that the model knows: a row of zeros may have no gradient (Gemma 3n)."""
+
 WHOLE = (*ENCODER, "cross_attention_states")
 """Tensors of a second sequence; its length may be that of the first by chance."""
 
@@ -30,7 +33,7 @@ def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) 
         if name == "position_ids" and value is not None:
             local[name] = region.shard(value, dim=-1)
         elif isinstance(value, torch.Tensor) and tuple(value.shape[:2]) in per_token and name not in WHOLE:
-            local[name] = region.shard(value)
+            local[name] = region.shard(value, pad_value=None if name in TOKENS else 0)
         elif isinstance(value, torch.Tensor) and value.dim() == 1 and name == "cache_position":
             local[name] = region.shard(value, dim=0)
         else:
