@@ -57,9 +57,13 @@ class Selected:
 
     def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile of tokens is of one document."""
-        by_block = hidden_but(self.chosen[where.batch][:, :, self.row[where.q]], self.count)
-        blocks = self.block[where.batch][:, where.k]
-        hidden = torch.stack([row[..., of_keys] for row, of_keys in zip(by_block, blocks)])
+        chosen, blocks = self.chosen[where.batch][:, :, self.row[where.q]], self.block[where.batch][:, where.k]
+        # one key of the tile stands for its block, so that nothing is as wide as the document
+        one_of = blocks.new_full((len(blocks), self.count + 1), -1)
+        one_of.scatter_(1, blocks, torch.arange(blocks.size(1), device=blocks.device).expand_as(blocks))
+        keys = one_of.gather(1, _or(chosen, self.count).flatten(1)).view_as(chosen)
+        by_key = hidden_but(keys, blocks.size(1))
+        hidden = torch.stack([row[..., of_blocks] for row, of_blocks in zip(by_key, one_of.gather(1, blocks))])
         if hidden.size(1) > 1:
             hidden = hidden[:, self.group]
         return as_bias(~hidden, dtype)
@@ -68,4 +72,9 @@ class Selected:
 def hidden_but(chosen: torch.Tensor, count: int) -> torch.Tensor:
     """Which of ``count`` keys or blocks are not among the chosen ones [..., n], -1 for none: bool [..., count]."""
     hidden = chosen.new_ones((*chosen.shape[:-1], count + 1), dtype=torch.bool)
-    return hidden.scatter(-1, torch.where(chosen < 0, count, chosen).long(), False)[..., :count]
+    return hidden.scatter(-1, _or(chosen, count), False)[..., :count]
+
+
+def _or(chosen: torch.Tensor, none: int) -> torch.Tensor:
+    """Indices, int64, with another number than -1 for none."""
+    return torch.where(chosen < 0, none, chosen).long()

@@ -46,7 +46,7 @@ def attach(choosing: Sequence[torch.nn.Module]) -> Callable[[], None]:
 
 @torch.compiler.disable
 def choose(kind: IndexerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """An indexer's forward: inside a region what this rank's queries choose, [B, G, L, c] int64, blocks of keys counted from
+    """An indexer's forward: inside a region what this rank's queries choose, [B, G, L, c] int32, blocks of keys counted from
     their document's start, -1 for none."""
     given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
     given.pop("self")
@@ -54,18 +54,18 @@ def choose(kind: IndexerKind, original: Callable, self: Any, *args: Any, **kwarg
     if region is None:
         return original(*args, **kwargs)
     if isinstance(given["cache"], StoredKeys):  # a compressor that only pools
-        return torch.full((*given["hidden_states"].shape[:2], 0), -1, device=given["hidden_states"].device)
+        return given["hidden_states"].new_empty((*given["hidden_states"].shape[:2], 0), dtype=torch.int32)
     states = given["hidden_states"]
     with torch.no_grad():
         keys = region.gather(_keys_of(original, given)).flatten(0, 1)
         angles = [region.gather(angle).flatten(0, 1) for angle in angles_of(given)] if kind.turns_keys else []
         most = min(kind.most(self), -(-region.layout.seq_len // kind.size(self)))
         rows = states.shape[:2].numel()
-        out = torch.full((rows + 1, kind.groups(self), most), -1, device=states.device)  # one more, for no query
+        out = states.new_full((rows + 1, kind.groups(self), most), -1, dtype=torch.int32)  # one row more, for no query
         for queries in _pieces(region.queries, kind.heads(self)):
             of_keys = tuple(angle[queries.keys] for angle in angles)
             chosen = kind.ask(IndexerCall(self, original, given, queries, keys[queries.keys], of_keys)).transpose(1, 2)
-            chosen = torch.nn.functional.pad(chosen.long(), (0, most - chosen.size(-1)), value=-1)
+            chosen = torch.nn.functional.pad(chosen.int(), (0, most - chosen.size(-1)), value=-1)
             row = torch.where(queries.positions < 0, rows, queries.own)
             out.index_copy_(0, row.flatten(), chosen.flatten(0, 1))
     return out[:rows].unflatten(0, states.shape[:2]).transpose(1, 2)
