@@ -123,7 +123,9 @@ def test_any_band_is_one_window_or_a_few(m, n, offset, left, right, which):
             part[seen] = 0
             index = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
             a, b, c = q[:, :, index[0]], k[:, :, index[1]], v[:, :, index[1]]
-            for mine, formula in zip(kernel.forward(a, b, c, piece, Score(0.3)), _formula(a, b, c, seen)):
+            for mine, formula in zip(
+                kernel.forward(a, b, c, *kernel.group([piece], CPU), Score(0.3)), _formula(a, b, c, seen)
+            ):
                 assert torch.allclose(mine, formula)
         i, j = torch.arange(m).unsqueeze(-1) + start + offset, torch.arange(n) + start
         band = (j >= i - left) & (j <= i + right)
@@ -141,7 +143,7 @@ def test_the_stand_in_has_flash_attention_2s_trap_and_the_split_avoids_it():
     tile = Tile(0, 1, 0, 100, 0, 10, -OPEN, 0)
     kernel = make_kernel("flash_attention_2", "2.8.3.post2")
     q, k, v, _ = tensors((1, 1), 100, 10, batch=1)
-    out, lse = kernel.forward(q, k, v, tile, Score(0.3))
+    out, lse = kernel.forward(q, k, v, *kernel.group([tile], CPU), Score(0.3))
     assert not torch.allclose(lse, ReferenceKernel().forward(q, k, v, tile, Score(0.3))[1])
     assert [piece[2:] for piece in fit(tile)] == [(0, 9, 0, 9, -OPEN, 0), (9, 100, 0, 10, -OPEN, OPEN)]
 

@@ -45,15 +45,13 @@ class FlashKernel:
         width = -(-max(dim, value_dim) // 8) * 8
         return width, width
 
-    def forward(self, q, k, v, work, score, where=None):
-        launch = self._launch(work, q.device)
+    def forward(self, q, k, v, launch, score, where=None):
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         rows = [_rows(x, width, launch) for x, width in ((q, dim), (k, dim), (v, value_dim))]
         out, lse = self.run_forward(*rows, launch, score)
         return _heads(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.several else lse
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
-        launch = self._launch(work, q.device)
+    def backward(self, grad_out, q, k, v, out, lse, launch, score, where=None):
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         q_rows, k_rows = _rows(q, dim, launch), _rows(k, dim, launch)
         v_rows, out_rows, grad_rows = (_rows(x, value_dim, launch) for x in (v, out, grad_out))
@@ -68,10 +66,6 @@ class FlashKernel:
     def run_backward(self, grad_out, q, k, v, out, lse, launch: Launch, score: Score) -> tuple[torch.Tensor, ...]:
         """(dq, dk, dv) in the inputs' dtype."""
         raise NotImplementedError
-
-    @staticmethod
-    def _launch(work: Tile | Launch, device: torch.device) -> Launch:
-        return work if isinstance(work, Launch) else group([work], device)[0]
 
 
 def _rows(x: torch.Tensor, width: int, launch: Launch) -> torch.Tensor:

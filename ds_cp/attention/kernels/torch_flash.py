@@ -62,7 +62,7 @@ class TorchKernel:
         return q.device.type == "cpu" and not score.extras
 
     def forward(self, q, k, v, work, score, where=None):
-        flip, times = work.lo == 0, getattr(work, "times", 1)
+        flip, times = work.lo == 0, work.times
         q, k, v = _stacked(times, q, k, v)
         if flip:
             q, k, v = _flipped(q, k, v)
@@ -76,7 +76,7 @@ class TorchKernel:
         return out, lse.squeeze(-1)
 
     def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
-        flip, times = work.lo == 0, getattr(work, "times", 1)
+        flip, times = work.lo == 0, work.times
         if times > 1:
             grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
             lse = lse.squeeze(-1)
