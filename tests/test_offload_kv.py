@@ -121,8 +121,9 @@ def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers,
 
 
 @pytest.mark.parametrize("name, checkpointing, dtype", [("qwen3_next", None, torch.float64),
-                                                        ("nemotron_h", "non-reentrant", torch.float32)])  # fmt: skip
-def test_recurrent_layers_beside_run_as_ever(workers, name, checkpointing, dtype):
+                                                        ("nemotron_h", "non-reentrant", torch.float32),
+                                                        ("beam", None, torch.float64)])  # fmt: skip
+def test_layers_beside_and_what_layers_get_beside_run_as_ever(workers, name, checkpointing, dtype):
     spec, batch = ModelSpec(name), BatchSpec("packed", 3, 53)
     results = workers(2).run(in_tiles, spec, RING, [batch], dtype=dtype, checkpointing=checkpointing)
     subject.check(results, truth(spec, batch), dtype)

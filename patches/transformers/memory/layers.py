@@ -28,7 +28,7 @@ from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
 from ds_cp.tiled.layer import run_layer_in_tiles
 
-TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1, "attention_scaling": -2}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
 
 CACHES = (*prefill.CACHES, "layer_past")
