@@ -124,9 +124,20 @@ def test_a_config_that_asks_for_nothing_is_an_error(here, checkpoint, tmp_path, 
     assert code and any(words in said for words in expected), text
 
 
-def test_verify_of_a_model_that_is_nowhere_starts_no_process(here):
-    code, text = here("verify", "qwem3")
-    assert code == 1 and '"qwem3" is no checkpoint folder' in text and '"qwen3"' in text, text
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_model_that_is_nowhere_or_of_no_type_is_an_error(here, tmp_path, command):
+    (tmp_path / "config.json").write_text("{}")  # a config, of no model
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"context_parallel": {"size": 2}}))
+    for model in ("qwem3", tmp_path):
+        code, text = here(command, model, "--config", config)
+        assert code == 1 and f'"{model}" is no checkpoint folder' in " ".join(text.split()), text
+        assert ('"qwen3"' in text) == (command == "verify" and model == "qwem3") and "Traceback" not in text, text
+
+
+def test_verify_by_one_process_would_compare_nothing(here):
+    code, text = here("verify", "llama", "--ranks", "1")
+    assert code == 2 and "greater than or equal to 2" in text, text
 
 
 def test_doctor_sees_a_switched_off_activation(here, monkeypatch):

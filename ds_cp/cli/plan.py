@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ds_cp import balance
 from ds_cp import config as key
+from ds_cp.cli import find
 from ds_cp.cli import memory as estimate
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL
@@ -32,8 +33,6 @@ def plan(
     checkpointing: Annotated[bool, typer.Option(help="gradient checkpointing")] = True,
 ) -> None:
     """Print method, layout, tokens, bytes sent and memory that the key leads to."""
-    from transformers import AutoConfig
-
     console = Console()
     if dtype_bytes not in (2, 4):
         raise typer.BadParameter("2 or 4", param_hint="--dtype-bytes")
@@ -42,11 +41,11 @@ def plan(
         assert checked is not None
         ds_config = key.load(str(config))
         zero = _zero(ds_config)
-        whole = AutoConfig.from_pretrained(model)
+        whole = find.config_of(model)
         text = whole.get_text_config(decoder=True)
         heads = _heads(text)
         decided = resolve(checked, ModelFacts(text.model_type, heads), node, "cuda")
-    except (key.ConfigError, OSError) as error:
+    except (key.ConfigError, OSError, ValueError) as error:
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from error
     table = _table(decided, world, seq_len, text, heads, dtype_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import gc
 import re
 import sys
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_cp import config as key
-from ds_cp.cli import compare
+from ds_cp.cli import compare, find
 from ds_cp.cli.ranks import run_on_ranks
 from ds_cp.cli.shrink import shrink, tiny_config
 from ds_cp.cli.sizes import VOCAB
@@ -66,7 +65,7 @@ def verify(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="a DeepSpeed JSON; its key's kernel and layout are used"),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="gloo processes on this machine")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, help="gloo processes on this machine")] = 2,
     full: Annotated[
         bool, typer.Option("--full", help="the real weights instead of a tiny model of the same kind")
     ] = False,
@@ -111,17 +110,8 @@ def _look_for(model: str) -> None:
     """
     import transformers
 
-    if model in transformers.CONFIG_MAPPING or _source(model):
-        return
-    try:
-        transformers.AutoConfig.from_pretrained(model)
-    except OSError as error:
-        close = difflib.get_close_matches(model, list(transformers.CONFIG_MAPPING), n=1)
-        near = f' Did you mean the type "{close[0]}"?' if close else ""
-        raise ValueError(
-            f'"{model}" is no checkpoint folder, no config.json, no model in the local cache and no model type of '
-            f"transformers {transformers.__version__}.{near}"
-        ) from error
+    if model not in transformers.CONFIG_MAPPING and not _source(model):
+        find.config_of(model, types=True)
 
 
 def _table(title: str, findings: list[Finding]) -> Table:
