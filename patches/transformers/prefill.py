@@ -6,6 +6,7 @@ gathers them into the cache that the caller sees.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Mapping
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from ds_cp.agreement import BatchError
 from ds_cp.forward.region import Region
 from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers.models import families
 
 SHORTEST = 4096
 """Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""
@@ -106,6 +108,18 @@ def with_no_cache(output: Any) -> Any:
         return (output[0], NoCache(), *output[1:])
     name = next((each.name for each in (fields(output) if is_dataclass(output) else ()) if each.name in CACHES), None)
     return output if name is None or output.get(name) is not None else replace(output, **{name: NoCache()})
+
+
+def argument_of(stack: torch.nn.Module) -> str | None:
+    """What a stack calls the cache that its layers fill; None where one of them would not, so that prompts run whole."""
+    if any(_keeps_its_keys(type(part)) for part in stack.modules()):
+        return None
+    return next((name for name in CACHES if name in inspect.signature(stack.forward).parameters), None)
+
+
+def _keeps_its_keys(kind: type) -> bool:
+    found = families.replaced(kind)
+    return found is not None and (found.of, found.method, found.fills_cache) == ("attention", "forward", False)
 
 
 def empty_cache(module: torch.nn.Module, given: Mapping[str, Any]) -> DynamicCache | None:

@@ -34,6 +34,7 @@ class Stack:
         rules: how many layers have which rule, for balance.
         feeds_head: whether the head's loss takes what this stack returns, so that it may stay local.
         tables: the names of its tables of positions.
+        cache: what it calls a cache that its layers fill; None where they do not.
         lacks_cache: whether the running forward would return a cache in one process.
         forwards: regions opened so far.
         compared: the kinds of forwards whose batches were compared: (trains, a place in ``MODES``). An evaluation or a
@@ -44,6 +45,7 @@ class Stack:
     rules: Mapping[Rule, int]
     feeds_head: bool
     tables: tuple[str, ...] = ()
+    cache: str | None = None
     lacks_cache: bool = False
     forwards: int = 0
     compared: set[tuple[bool, int]] = field(default_factory=set)
@@ -57,7 +59,7 @@ def find(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
         config, is_decoder = anatomy.stack_config(head, module), module is decoder
         layers = anatomy.mixers(module, config, is_decoder)
         rules, tables = anatomy.layer_rules(config, is_decoder), bounds.position_tables(module)
-        stacks[module] = Stack(layers, rules, feeds_head=is_decoder, tables=tables)
+        stacks[module] = Stack(layers, rules, is_decoder, tables, prefill.argument_of(module))
     return stacks
 
 
@@ -82,7 +84,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         fills_cache = given.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
         cache, mode = None, int(call.keeps_local)
         if batches.cache_of(given) is not None or fills_cache:
-            cache, mode = prefill.empty_cache(module, given), WITH_CACHE
+            cache, mode = prefill.empty_cache(module, given) if stack.cache else None, WITH_CACHE
             if cache is None:
                 if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
                     agree(mesh.control, None, (*batches.shape_of(given), mode), 0, stack.forwards)
@@ -94,9 +96,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         if batches.ENCODER[1] not in signature.parameters:
             local.pop(batches.ENCODER[1], None)
         if cache is not None:
-            local[next(name for name in prefill.CACHES if name in signature.parameters)] = prefill.Filling(
-                cache, region
-            )
+            local[stack.cache] = prefill.Filling(cache, region)
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
         stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, given)

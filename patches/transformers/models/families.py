@@ -137,7 +137,7 @@ REPLACED: dict[str, Replacement] = {
     "BloomAttention": Replacement(bloom),
     "FalconAttention": Replacement(falcon),
     "MptAttention": Replacement(mpt),
-    "Llama4TextAttention": Replacement(llama4),
+    "Llama4TextAttention": Replacement(llama4, fills_cache=True),
     **plain.REPLACED,
     **xlm.REPLACED,
     **indexed.REPLACED,
