@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, Callable
 
 from ds_cp import config as key
@@ -60,11 +61,13 @@ def watch_launcher() -> None:
 def install() -> None:
     """Give all ranks of a group the same batches."""
     import accelerate.accelerator as module
+    from accelerate import scheduler
     from accelerate.data_loader import DataLoaderDispatcher
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
 
     patches.require(AcceleratorState, "deepspeed_plugin", "the key is found in its config")
+    patches.replace(AcceleratorState, "__init__", _not_without_deepspeed, "a key that nobody obeys", "deepspeed_plugin")
     patches.replace(
         ParallelismConfig, "get_device_mesh", _one_way_only, "two ways to share a sequence exclude each other"
     )
@@ -74,6 +77,66 @@ def install() -> None:
     patches.replace(DataLoaderDispatcher, "__init__", _dispatch_by_group, why, "state", "slice_fn")
     why = "metrics count each group's samples once"
     patches.replace(module.Accelerator, "gather_for_metrics", _one_per_group, why, "gather", "use_gather_object")
+    why = "a schedule is counted in batches, and a group reads one"
+    patches.require(scheduler.AcceleratedScheduler, "step", why, "AcceleratorState", "num_processes")
+    patches.replace(scheduler, "AcceleratorState", _of_groups, why)
+    patches.replace(module.Accelerator, "_prepare_deepspeed", _dummy_by_group, why, "total_num_steps", "num_processes")
+
+
+def _not_without_deepspeed(original: Callable) -> Callable:
+    """``Accelerator(cpu=True)`` leaves the DeepSpeed config alone that it was given."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, deepspeed_plugin=None, **kwargs):
+        original(self, *args, deepspeed_plugin=deepspeed_plugin, **kwargs)
+        plugins = deepspeed_plugin.values() if isinstance(deepspeed_plugin, dict) else [deepspeed_plugin]
+        asked = any(groups.active(plugin.deepspeed_config) for plugin in plugins if plugin is not None)
+        if asked and getattr(self, "deepspeed_plugin", None) is None:
+            raise key.ConfigError(
+                f'accelerate was given a DeepSpeed config with "{key.KEY}" and runs {self.distributed_type.value} instead of '
+                "DeepSpeed, as it does with Accelerator(cpu=True): no sequence would be shared and no ZeRO stage used, "
+                "without a word. On CPUs leave that argument out, and call accelerate.PartialState(cpu=True) before. Nothing "
+                "was started."
+            )
+
+    return __init__
+
+
+def _of_groups(original: Callable) -> Callable:
+    """What a prepared scheduler asks for the number of its steps per training step."""
+
+    def state():
+        whole, size = original(), groups.size_of_accelerator()
+        return whole if size == 1 else groups.Groups(whole, size, "num_processes")
+
+    return state
+
+
+def _dummy_by_group(original: Callable) -> Callable:
+    """A ``DummyScheduler`` hands on its length over the number of ranks: over the number of groups here."""
+
+    @functools.wraps(original)
+    def _prepare_deepspeed(self, *args):
+        size = groups.size_of_accelerator()
+        if size > 1 and self.is_main_process and any(hasattr(each, "get_last_lr") for each in args):
+            warnings.warn(
+                f"ds_cp: accelerate steps this scheduler {groups.count(size)} times per training step, once per data-parallel "
+                "worker. Where a script multiplies its length by accelerator.num_processes, the number of ranks, let it "
+                "multiply by ds_cp.dp_size(config).",
+                stacklevel=3,
+            )
+        counted = [
+            each for each in args if size > 1 and getattr(each, "total_num_steps", None) and not self.split_batches
+        ]
+        for each in counted:
+            each.total_num_steps *= size
+        try:
+            return original(self, *args)
+        finally:
+            for each in counted:
+                each.total_num_steps //= size
+
+    return _prepare_deepspeed
 
 
 def _by_data_parallel_rank(original: Callable) -> Callable:

@@ -22,7 +22,11 @@ SAMPLES = 11
 
 
 def config_for(key, stage=2):
-    return training.json_for(key, stage, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
+    schedule = {name: "auto" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")}
+    return training.json_for(
+        key, stage, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2,
+        scheduler={"type": "WarmupDecayLR", "params": schedule},
+    )  # fmt: skip
 
 
 def accelerator_for(ds_config):
@@ -36,14 +40,18 @@ def accelerator_for(ds_config):
 
 
 def loop(folder, ds_config):
-    """Two epochs with accumulation; the second is run again from the state that was saved between them."""
-    from accelerate.utils import DummyOptim
+    """Two epochs with accumulation and two schedules; the second is run again from the state saved between them."""
+    from accelerate.utils import DummyOptim, DummyScheduler
     from torch.utils.data import DataLoader
 
     accelerator, model = accelerator_for(ds_config), models.build(LLAMA)
     loader = DataLoader(Rows(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
     held_out = DataLoader(Rows(SAMPLES), batch_size=2, collate_fn=pad_right)
-    model, optimizer, loader, held_out = accelerator.prepare(model, DummyOptim(model.parameters()), loader, held_out)
+    optimizer = DummyOptim(model.parameters())
+    schedule = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=1)  # counted in batches of all workers
+    model, optimizer, loader, held_out, _ = accelerator.prepare(model, optimizer, loader, held_out, schedule)
+    steps = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda step: step)
+    counted = accelerator.prepare_scheduler(steps)
 
     def epoch():
         losses = []
@@ -52,6 +60,7 @@ def loop(folder, ds_config):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 optimizer.step()
+                counted.step()
                 optimizer.zero_grad()
             losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
         return losses
@@ -60,6 +69,7 @@ def loop(folder, ds_config):
     accelerator.save_state(str(folder / "state"))
     order = loader.synchronized_generator.get_state() if loader.synchronized_generator else None
     second, weights = epoch(), engine.full_weights(model.module)
+    rates = counted.get_last_lr() + model.get_lr()
     accelerator.load_state(str(folder / "state"))
     if order is not None:
         loader.synchronized_generator.set_state(order)
@@ -69,7 +79,11 @@ def loop(folder, ds_config):
     names = accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)
     names += accelerator.gather_for_metrics(["an object", "another"])  # accelerate sees that these are no tensors
     total = accelerator.reduce(torch.ones(()), "mean").item()
-    return {"losses": first + second, "seen": sum(seen, []), "names": len(names), "mean": total}, weights, again
+    return (
+        {"losses": first + second, "seen": sum(seen, []), "names": len(names), "mean": total, "rates": rates},
+        weights,
+        again,
+    )
 
 
 def test_a_loop_with_accumulation_metrics_and_saved_state_equals_a_run_without_the_key(workers, tmp_path):
@@ -81,6 +95,18 @@ def test_a_loop_with_accumulation_metrics_and_saved_state_equals_a_run_without_t
         for name in weights:
             assert (weights[name] - want_weights[name]).norm() <= 1e-5 * want_weights[name].norm(), name
             assert (again[name] - want_again[name]).norm() <= 1e-5 * want_again[name].norm(), name
+
+
+def test_an_accelerator_that_leaves_deepspeed_alone_is_refused(workers):
+    """Otherwise it trains with DistributedDataParallel, unshared, and says nothing."""
+
+    def on_cpu():
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        engine.activate()
+        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_for({"size": 2})))
+
+    workers(2).run_expecting_error(on_cpu, "runs MULTI_CPU instead of DeepSpeed.* leave that argument out")
 
 
 TWO_WAYS = {
