@@ -41,3 +41,10 @@ def test_memory_grows_to_the_largest_piece_and_is_lent_again():
     places = [piece.untyped_storage().data_ptr() for piece in pieces]
     assert places[4] == places[2] != places[0]  # the third outgrew the first's memory
     assert places[1] == places[3] == places[5]
+
+
+def test_rows_of_another_width_get_memory_of_their_own():
+    memory = InTurn(1)
+    assert [tuple(memory.rows(torch.zeros(1), shape, torch.float64).shape) for shape in ((4, 3), (2, 5), (4, 3))] == [
+        (4, 3), (2, 5), (4, 3)
+    ]  # fmt: skip
