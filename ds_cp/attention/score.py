@@ -7,12 +7,9 @@ where a token stands is given global positions (by :mod:`.attend`), so it does n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from ds_cp.attention.entries import PooledEntries
 
 
 class Where(NamedTuple):
@@ -44,6 +41,13 @@ class Term(Protocol):
 
     def of_heads(self, heads: slice) -> "Term":
         """The same for some of the query heads."""
+
+
+class Entries(Term, Protocol):
+    """Keys that every rank holds whole, which are values, too; as a term it hides them, by their index, from some queries."""
+
+    keys: torch.Tensor
+    """[B, 1, T, d], one head for all queries, with a gradient."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Score:
     dropout: Dropout | None = None
     sinks: torch.Tensor | None = None
     sinks_beside: bool = False
-    entries: PooledEntries | None = None
+    entries: Entries | None = None
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:

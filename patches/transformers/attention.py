@@ -14,8 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.attention.entries import PooledEntries
-from ds_cp.attention.score import Dropout, Score, Term
+from ds_cp.attention.score import Dropout, Entries, Score, Term
 from ds_cp.attention.terms import Profiles
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.forward.running import current, current_head, is_running
@@ -127,7 +126,7 @@ def _shared(
     block_indices: torch.Tensor | None = None,
     terms: tuple[Term, ...] = (),
     query_scale: torch.Tensor | None = None,
-    entries: PooledEntries | None = None,
+    entries: Entries | None = None,
     **others: Any,
 ) -> torch.Tensor:
     """Attention inside a region.
