@@ -100,11 +100,14 @@ def test_packed_documents_with_images_equal_each_document_alone(workers, name):
 
 
 def generated(name, config):
-    """Greedy tokens and scores from a prompt with images, and the logits of a call with a cache."""
+    """Greedy tokens and scores from a prompt with images, which is read shared but for mllama's cross attention, and the
+    logits of a call with a cache."""
     model = vision.build(name, torch.float32).eval()
     if config:
         import ds_cp
+        from ds_cp.patches.transformers import prefill
 
+        prefill.SHORTEST = 30
         ds_cp.context_parallel(model, config)
     given = {n: v.float() if v.is_floating_point() else v for n, v in vision.batch(name).items() if n != "labels"}
     settings = dict(
@@ -115,7 +118,7 @@ def generated(name, config):
         return out.sequences, torch.stack(out.logits), model(**given, use_cache=True).logits
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", "qwen3_vl", "mllama"])
 def test_generation_gives_the_same_tokens(workers, name):
     want = workers(1).run(generated, name, None)[0]
     for got in workers(2).run(generated, name, RING):

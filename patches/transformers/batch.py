@@ -24,6 +24,9 @@ PADS_BY_ID = frozenset({"T5GemmaDecoder"})
 ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 """A second sequence, which cross attention sees, and its padding; every rank holds them whole."""
 
+SECOND = (ENCODER[0], "cross_attention_states")
+"""The states of a second sequence: an encoder's, or mllama's images."""
+
 
 def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
     """All arguments by name."""

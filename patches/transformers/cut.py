@@ -10,12 +10,12 @@ from ds_cp.agreement import BatchError
 from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks
-from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD
+from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD, SECOND
 
 TOKENS = ("input_ids", "inputs_embeds")
 """A token past the sequence's end is one that the model knows: a row of zeros may have no gradient (Gemma 3n)."""
 
-WHOLE = (*ENCODER, "cross_attention_states")
+WHOLE = (*ENCODER, *SECOND)
 """Tensors of a second sequence; its length may be that of the first by chance."""
 
 

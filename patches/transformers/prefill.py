@@ -126,7 +126,7 @@ def empty_cache(module: torch.nn.Module, given: Mapping[str, Any]) -> DynamicCac
     """The cache to fill, where a call with a cache is a prefill that can be shared; None where it runs whole."""
     mask = batches.mask_of(given)
     cache = batches.cache_of(given)
-    if torch.is_grad_enabled() or given.get(batches.ENCODER[0]) is not None:
+    if torch.is_grad_enabled() or any(given.get(name) is not None for name in batches.SECOND):
         return None
     if batches.shape_of(given)[1] < SHORTEST or not (
         mask is None or isinstance(mask, torch.Tensor) and mask.dim() == 2
