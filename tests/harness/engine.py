@@ -80,9 +80,12 @@ def full_gradients(model):
     return {name: safe_get_full_grad(parameter).double() for name, parameter in model.named_parameters()}
 
 
-def check(results, truth, losses_of_groups):
-    """On every rank its group's losses, the reduced gradients and the weights' update are exact (C1)."""
-    tolerance = oracle.TOLERANCE[torch.float32]
+def check(results, truth, losses_of_groups, rounding=0.0):
+    """On every rank its group's losses, the reduced gradients and the weights' update are exact (C1).
+
+    `rounding`: of one process in fp32, for models in which sums cancel, so that it costs one process as much.
+    """
+    tolerance = max(oracle.TOLERANCE[torch.float32], 1.5 * rounding)
     size = len(results) // len(losses_of_groups)
     for rank, (losses, gradients, updates) in enumerate(results):
         for got, want in zip(losses, losses_of_groups[rank // size], strict=True):

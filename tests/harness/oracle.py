@@ -46,6 +46,14 @@ def truth_of(model, made):
     return Truth(loss.item(), gradients_of(model), [each.detach() for each in logits])
 
 
+def rounding(model_spec, *batch_specs):
+    """What fp32 costs one process: the largest error of a gradient, in units of C1's scale."""
+    model = models.build(model_spec, attention=models.TRUE_ATTENTION.get(model_spec.type, "eager")).eval()
+    made = [batches.make(spec) for spec in batch_specs]
+    (sum(loss_of(logits_of_documents_alone(model, batch), batch) for batch in made) / len(made)).backward()
+    return max(gradient_errors(gradients_of(model), truth(model_spec, *batch_specs).gradients).values())
+
+
 def logits_of_documents_alone(model, batch):
     rows = []
     for row in range(batch.targets.shape[0]):
