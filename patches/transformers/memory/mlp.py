@@ -89,4 +89,5 @@ def _drops(module: nn.Module) -> bool:
 
 @torch.compiler.disable
 def _tiled(module: nn.Module, run: Callable, x: torch.Tensor, rows: int) -> torch.Tensor:
-    return run_in_tiles(module, run, x, rows)
+    ones = (1,) * (x.dim() - 2)  # as many dims as it was called with: Moshi's takes three apart
+    return run_in_tiles(module, lambda tile: run(tile.view(*ones, *tile.shape)).flatten(0, -2), x, rows)
