@@ -228,7 +228,8 @@ def _explain(detail: Mapping[str, Any]) -> str:
     name = str(detail["loc"][0])
     fields = ContextParallelConfig.model_fields
     if detail["type"] == "extra_forbidden":
-        return f'"{KEY}.{name}" is not a key of ds_cp.{_nearest(name, fields)} Known keys: {", ".join(fields)}.'
+        hint = ' There is no switch: a "size" above 1 is on.' if name == "enabled" else _nearest(name, fields)
+        return f'"{KEY}.{name}" is not a key of ds_cp.{hint} Known keys: {", ".join(fields)}.'
     value = detail["input"]
     if detail["type"] == "literal_error":
         allowed = fields[name].annotation.__args__

@@ -28,6 +28,7 @@ WRONG = [
     # (value of the key, what the message must say)
     (8, r'"context_parallel" is 8, but it must be an object such as \{"size": 8\}'),
     ({"sise": 8}, r'"context_parallel.sise" is not a key of ds_cp. Did you mean "size"\? Known keys: size, method'),
+    ({"enabled": True, "size": 8}, r'"context_parallel.enabled" is not a key of ds_cp. There is no switch: a "size" above 1 is on'),
     ({"size": 0}, r'"context_parallel.size" is 0; allowed: "auto" or a whole number from 1'),
     ({"size": -2}, r'"context_parallel.size" is -2'),
     ({"size": 2.0}, r'"context_parallel.size" is 2.0'),
