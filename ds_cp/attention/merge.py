@@ -28,7 +28,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 def in_passes(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """The formula of :func:`merge`."""
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == float("-inf"), 0)  # or no key on either side is NaN
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # with no key on either side -inf - -inf would be NaN
+    weight = torch.sigmoid(part_lse - finite)
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
