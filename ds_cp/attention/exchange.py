@@ -44,8 +44,9 @@ class InTurn:
     """Memory that the rows of a pass's steps use in turn, so that a pass allocates as often as steps are in use at a time.
 
     A step's memory is lent again ``turns`` steps later. On CUDA whoever writes to it then must stand behind its last
-    reader in the current stream's order, as every :meth:`Group.swap` does, which starts behind what is queued. It goes with the pass: nothing lives on that the rest
-    of a layer could use better, and an exception leaves nothing that could be lent twice.
+    reader in the current stream's order, as every :meth:`Group.swap` does, which starts behind what is queued. It goes with
+    the pass: nothing lives on that the rest of a layer could use better, and an exception leaves nothing that could be lent
+    twice.
     """
 
     def __init__(self, turns: int):

@@ -71,7 +71,7 @@ def run(size: int, work: Callable[[InProcessGroup], Any], timeout: float = 30.0)
         What each rank returned.
 
     Raises:
-        BaseException: the first rank's error, after all ranks ended; that of one which waited for another in vain comes last.
+        BaseException: after all ranks ended, the first rank's error; one that waited for another in vain comes last.
     """
     mailroom = Mailroom()
     results: list[Any] = [None] * size

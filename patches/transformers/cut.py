@@ -15,7 +15,7 @@ from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD, 
 TOKENS = ("input_ids", "inputs_embeds")
 """A token past the sequence's end is one that the model knows: a row of zeros may have no gradient (Gemma 3n)."""
 
-WHOLE = (*ENCODER, *SECOND)
+WHOLE = frozenset({*ENCODER, *SECOND})
 """Tensors of a second sequence; its length may be that of the first by chance."""
 
 

@@ -60,7 +60,7 @@ def with_own_bias(decoder: torch.nn.Module) -> list[str]:
     return _outermost(
         decoder,
         lambda module: any(
-            part is not None and _is(part) != "bias" for part in (getattr(module, n, None) for n in OWN_BIAS)
+            part is not None and _role(part) != "bias" for part in (getattr(module, n, None) for n in OWN_BIAS)
         ),
     )
 
@@ -72,7 +72,7 @@ def attends(decoder: torch.nn.Module) -> bool:
 
 def has_indexer(decoder: torch.nn.Module) -> bool:
     """Whether what chooses the keys of its queries is a module that ds_cp hands the keys of the whole sequence."""
-    return any(_is(module) in ("indexer", "compressor") for module in decoder.modules())
+    return any(_role(module) in ("indexer", "compressor") for module in decoder.modules())
 
 
 def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
@@ -124,7 +124,7 @@ def _reaches_interface(module: torch.nn.Module) -> bool:
 
 
 def _attends_itself(module: torch.nn.Module) -> bool:
-    if (known := _is(module)) is not None:
+    if (known := _role(module)) is not None:
         return known == "attention"
     kind = type(module)
     if kind.__name__ in ACROSS_LAYERS or isinstance(module, PreTrainedModel):
@@ -132,7 +132,7 @@ def _attends_itself(module: torch.nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in names_in(kind)
 
 
-def _is(module: Any) -> str | None:
+def _role(module: Any) -> str | None:
     """What a class is whose method is replaced (:class:`~.replacement.Replacement`)."""
     found = families.replaced(type(module))
     return found and found.of
