@@ -32,12 +32,14 @@ def context_parallel(model: "torch.nn.Module", config: Mapping[str, Any]) -> "to
         ds_cp.config.ConfigError: a wrong key, or a model that cannot be shared exactly.
     """
     from ds_cp import config as key
+    from ds_cp.mesh import choose_device
     from ds_cp.patches.groups import active
 
     asked = active(config if key.KEY in config else {key.KEY: config})
     if asked is not None:
         from ds_cp.patches.transformers.border import attach
 
+        choose_device(model)
         attach(model, asked)
     return model
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -232,6 +233,29 @@ def of_all_ranks(value: str, timeout: float) -> list[str]:
         ) from error
     values = store.multi_get(ranks) if store.has_extended_api() else [store.get(rank) for rank in ranks]
     return [value.decode() for value in values]
+
+
+def choose_device(model: torch.nn.Module) -> None:
+    """Make this rank's accelerator the current device, in a loop without a DeepSpeed engine, which would do so itself.
+
+    Messages leave from the current device. As long as nobody chooses one, that is the first device in every process, and
+    NCCL refuses a group whose ranks all use one card.
+
+    Args:
+        model: if its parameters lie on an accelerator, that device is chosen. Otherwise device ``LOCAL_RANK`` is, unless
+            the script has chosen a device other than the first.
+    """
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    if name == "cpu":
+        return
+    devices = (parameter.device for parameter in model.parameters())
+    index = next((device.index for device in devices if device.type == name and device.index is not None), None)
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", -1))
+        if not 0 <= index < accelerator.device_count() or accelerator.current_device() != 0:
+            return
+    accelerator.set_device(index)
 
 
 def build(ring: int, ulysses: int, timeout: float) -> Mesh:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any, Callable, Mapping
 
 import torch.distributed
+from deepspeed.accelerator import get_accelerator
 
 from ds_cp import config as key
 from ds_cp import patches
@@ -66,6 +68,7 @@ def install() -> None:
             if asked is not None:
                 from ds_cp.patches.transformers.border import attach
 
+                _choose_device(args)
                 attach(model, asked)
                 self._ds_cp_size = asked.size
             return original(self, args, model, *rest, **kwargs)
@@ -103,8 +106,19 @@ def install() -> None:
     patches.replace(DeepSpeedEngine, "set_train_batch_size", make_resize, why, "dp_world_size")
     patches.replace(DeepSpeedEngine, "set_train_micro_batch_size", make_resize, why, "dp_world_size")
     patches.replace(DeepSpeedEngine, "__init__", make_init, "attaches the model to the groups of its config")
+    patches.require(DeepSpeedEngine, "_set_distributed_vars", "the device is chosen as DeepSpeed does", "device_rank")
     patches.replace(DeepSpeedEngine, "deepspeed_io", make_io, "samples by data-parallel rank", "mpu")
     patches.require(sys.modules[z3_leaf_module.__module__], "z3_leaf_module", "weights are gathered once", "_z3_leaf")
+
+
+def _choose_device(args: Any) -> None:
+    """Choose the device that ``DeepSpeedEngine.__init__`` chooses a moment later, before a group sends its first message.
+
+    Until then the current device of every process is the first one, and NCCL refuses a group whose ranks all use one card.
+    """
+    device_rank = getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", -1)))
+    if device_rank >= 0:
+        get_accelerator().set_device(device_rank)
 
 
 def _at(*path: str) -> Callable[[Mapping], Any]:
