@@ -33,14 +33,14 @@ def context_parallel(model: "torch.nn.Module", config: Mapping[str, Any]) -> "to
     """
     from ds_cp import config as key
     from ds_cp.mesh import choose_device
-    from ds_cp.patches.groups import active
+    from ds_cp.patches.data_parallel import active
 
-    asked = active(config if key.KEY in config else {key.KEY: config})
-    if asked is not None:
-        from ds_cp.patches.transformers.border import attach
+    requested = active(config if key.KEY in config else {key.KEY: config})
+    if requested is not None:
+        from ds_cp.patches.transformers.attach import attach
 
         choose_device(model)
-        attach(model, asked)
+        attach(model, requested)
     return model
 
 
@@ -84,18 +84,18 @@ def _data_parallel(source: Any) -> tuple[int, int]:
         if mesh is None:
             raise RuntimeError("no model is attached to ds_cp yet: pass the DeepSpeed config that holds the key")
         return mesh.dp_size, mesh.dp_rank
-    from ds_cp.patches import groups
+    from ds_cp.patches import data_parallel
 
-    groups.refuse_unread(source)
-    size = groups.size_of(source)
-    return groups.count(size), groups.index(size)
+    data_parallel.refuse_unread(source)
+    size = data_parallel.size_of(source)
+    return data_parallel.count(size), data_parallel.index(size)
 
 
 def _mesh(model: "torch.nn.Module | None") -> Any:
     from ds_cp import mesh as meshes
 
     if model is not None:
-        from ds_cp.patches.transformers.border import attachment
+        from ds_cp.patches.transformers.attach import attachment
 
         state = attachment(model)
         return state.mesh if state else None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ds_cp.collectives import all_reduce
 from ds_cp.forward.region import Region
-from ds_cp.tiled.deferred import DeferredLogits
+from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 
 
 def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -70,5 +70,5 @@ def mean_over_group(
     count = torch.as_tensor((targets != ignore_index).sum() if num_items is None else num_items, device=total.device)
     nothing = count == 0
     # 0 / 0 would hand a gradient of infinity to the tokens; cross entropy gives zero to those it ignores
-    mean = all_reduce(total, region.mesh.cp) / count.masked_fill(nothing, 1)
+    mean = all_reduce(total, region.mesh.cp_group) / count.masked_fill(nothing, 1)
     return mean.masked_fill(nothing, float("nan"))

@@ -36,8 +36,8 @@ class Group:
         rank: this rank's index among them.
         handle: the process group; None for a group of one, which never communicates.
         timeout: seconds after which a waiting rank fails.
-        sent: bytes that left this rank, by the first word of what was exchanged ("forward", "backward", ...).
-        calls: how many messages or collectives, by the same word.
+        sent: bytes that left this rank, by the first phase of what was exchanged ("forward", "backward", ...).
+        calls: how many messages or collectives, by the same phase.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Group:
         return len(self.ranks)
 
     def _count(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        word = what.split(" ", 1)[0]
-        self.calls[word] += 1
-        self.sent[word] += sum(tensor.nbytes for tensor in tensors)
+        phase = what.split(" ", 1)[0]
+        self.calls[phase] += 1
+        self.sent[phase] += sum(tensor.nbytes for tensor in tensors)
 
     def swap(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], what: str
@@ -183,27 +183,28 @@ class Mesh:
     """One rank's place in ``world = dp x ring x ulysses`` and its groups.
 
     Attributes:
-        cp: the ranks that share this rank's sequences (ring x ulysses).
-        ring, ulysses: its two axes.
-        control: the cp group again, on gloo and CPU, for records that must not touch the device.
+        cp_group: the ranks that share this rank's sequences (ring x ulysses).
+        ring_group, ulysses_group: its two axes.
+        control_group: the cp group again, on gloo and CPU, for records that must not touch the device.
         dp_size, dp_rank: how many groups there are, and which one this is.
         attention_calls: "forward" and "backward" passes of attention layers so far.
     """
 
     dp_size: int
     dp_rank: int
-    cp: Group
-    ring: Group
-    ulysses: Group
-    control: Group
+    cp_group: Group
+    ring_group: Group
+    ulysses_group: Group
+    control_group: Group
     attention_calls: Counter = field(default_factory=Counter)
 
     def traffic(self) -> dict[str, float]:
         """Bytes that this rank sent for attention, per attention call so far, forward and backward."""
         return {
-            f"{word}_bytes_per_layer": (self.ring.sent[word] + self.ulysses.sent[word]) / self.attention_calls[word]
-            for word in ("forward", "backward")
-            if self.attention_calls[word]
+            f"{phase}_bytes_per_layer": (self.ring_group.sent[phase] + self.ulysses_group.sent[phase])
+            / self.attention_calls[phase]
+            for phase in ("forward", "backward")
+            if self.attention_calls[phase]
         }
 
 
@@ -284,10 +285,10 @@ def build(ring: int, ulysses: int, timeout: float) -> Mesh:
     mesh = Mesh(
         dp_size=world // size,
         dp_rank=me // size,
-        cp=cp,
-        ring=axis("ring", grid.transpose(1, 2).reshape(-1, ring).tolist()),
-        ulysses=axis("ulysses", grid.reshape(-1, ulysses).tolist()),
-        control=_axis("context-parallel", grid.flatten(1).tolist(), me, timeout, backend="gloo"),
+        cp_group=cp,
+        ring_group=axis("ring", grid.transpose(1, 2).reshape(-1, ring).tolist()),
+        ulysses_group=axis("ulysses", grid.reshape(-1, ulysses).tolist()),
+        control_group=_axis("context-parallel", grid.flatten(1).tolist(), me, timeout, backend="gloo"),
     )
     _meshes[key] = mesh
     return mesh
@@ -314,7 +315,7 @@ def _axis(name: str, lines: list[list[int]], me: int, timeout: float, backend: s
 def release() -> None:
     """Let go of every group. While Python still holds one, its threads outlive the interpreter and abort the process."""
     for mesh in _meshes.values():
-        for group in (mesh.cp, mesh.ring, mesh.ulysses, mesh.control):
+        for group in (mesh.cp_group, mesh.ring_group, mesh.ulysses_group, mesh.control_group):
             group.handle = None
     _meshes.clear()
 

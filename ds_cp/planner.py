@@ -119,24 +119,24 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
     )
 
 
-def _kv_block(asked: bool | int | str) -> int:
+def _kv_block(requested: bool | int | str) -> int:
     """Tokens of a block, 0 for none; "auto" is none, for its copies were not measured on a GPU."""
-    return KV_BLOCK if asked is True else 0 if asked == "auto" else int(asked)
+    return KV_BLOCK if requested is True else 0 if requested == "auto" else int(requested)
 
 
 def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) -> tuple[str, int, str]:
     """(method, ulysses ranks, why)."""
-    size, asked = config.size, config.method
+    size, requested = config.size, config.method
     assert isinstance(size, int)
-    if config.ulysses_size != "auto" and asked not in ("auto", "hybrid"):
+    if config.ulysses_size != "auto" and requested not in ("auto", "hybrid"):
         raise ConfigError(
-            f'"{KEY}.ulysses_size" is {config.ulysses_size}, but "{KEY}.method" is "{asked}", which would ignore it. '
+            f'"{KEY}.ulysses_size" is {config.ulysses_size}, but "{KEY}.method" is "{requested}", which would ignore it. '
             'Use "hybrid", or leave ulysses_size out. Nothing was started.'
         )
-    if asked in ("ring", "allgather"):
-        return asked, 1, "as configured"
+    if requested in ("ring", "allgather"):
+        return requested, 1, "as configured"
     fits = [u for u in range(1, size + 1) if size % u == 0 and _splits(facts, u)]
-    if asked == "ulysses":
+    if requested == "ulysses":
         if size not in fits:
             raise ConfigError(_no_split(facts, size, fits))
         return "ulysses", size, "as configured"
@@ -147,7 +147,7 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
         return "hybrid", ulysses, "as configured"
     even = [u for u in fits if all(q % u == 0 for q, _ in facts.heads)]
     near = [u for u in even if node_size % u == 0]  # others would straddle two nodes
-    if asked == "hybrid":
+    if requested == "hybrid":
         inside, across = ([u for u in some if 1 < u < size] for some in (near, fits))
         if not across:
             raise ConfigError(
@@ -183,9 +183,9 @@ def _splits(facts: ModelFacts, ranks: int) -> bool:
     return all(HeadSplit.plan(q, k, ranks) is not None for q, k in facts.heads)
 
 
-def _no_split(facts: ModelFacts, asked: int, fits: list[int]) -> str:
+def _no_split(facts: ModelFacts, requested: int, fits: list[int]) -> str:
     return (
-        f'"{KEY}" asks for ulysses over {asked} ranks, but {facts.name} has {facts.heads_text}: some ranks would get no '
+        f'"{KEY}" asks for ulysses over {requested} ranks, but {facts.name} has {facts.heads_text}: some ranks would get no '
         f'head of their own. Use "method": "ring", or "hybrid" with "ulysses_size" in {fits[1:] or "(none fits)"}. '
         "Nothing was started."
     )

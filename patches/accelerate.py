@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 from ds_cp import config as key
 from ds_cp import patches
-from ds_cp.patches import groups
+from ds_cp.patches import data_parallel
 from ds_cp.patches.deepspeed import refuse_features
 
 
@@ -20,11 +20,11 @@ def watch_config() -> None:
         @functools.wraps(original)
         def __init__(self, config_file_or_dict):
             original(self, config_file_or_dict)
-            groups.refuse_unread(self.config)
-            asked = groups.active(self.config)
+            data_parallel.refuse_unread(self.config)
+            requested = data_parallel.active(self.config)
             if key.KEY in self.config and not patches.disabled():
-                key.normalise(self.config, groups.world_size())
-            if asked is None:
+                key.normalise(self.config, data_parallel.world_size())
+            if requested is None:
                 return
             refuse_features(self.config)
             patches.install()
@@ -90,8 +90,8 @@ def _not_without_deepspeed(original: Callable) -> Callable:
     def __init__(self, *args, deepspeed_plugin=None, **kwargs):
         original(self, *args, deepspeed_plugin=deepspeed_plugin, **kwargs)
         plugins = deepspeed_plugin.values() if isinstance(deepspeed_plugin, dict) else [deepspeed_plugin]
-        asked = any(groups.active(plugin.deepspeed_config) for plugin in plugins if plugin is not None)
-        if asked and getattr(self, "deepspeed_plugin", None) is None:
+        requested = any(data_parallel.active(plugin.deepspeed_config) for plugin in plugins if plugin is not None)
+        if requested and getattr(self, "deepspeed_plugin", None) is None:
             raise key.ConfigError(
                 f'accelerate was given a DeepSpeed config with "{key.KEY}" and runs {self.distributed_type.value} instead of '
                 "DeepSpeed, as it does with Accelerator(cpu=True): no sequence would be shared and no ZeRO stage used, "
@@ -106,8 +106,8 @@ def _of_groups(original: Callable) -> Callable:
     """What a prepared scheduler asks for the number of its steps per training step."""
 
     def state():
-        whole, size = original(), groups.size_of_accelerator()
-        return whole if size == 1 else groups.Groups(whole, size, "num_processes")
+        whole, size = original(), data_parallel.cp_size_of_accelerator()
+        return whole if size == 1 else data_parallel.Groups(whole, size, "num_processes")
 
     return state
 
@@ -117,10 +117,10 @@ def _dummy_by_group(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _prepare_deepspeed(self, *args):
-        size = groups.size_of_accelerator()
+        size = data_parallel.cp_size_of_accelerator()
         if size > 1 and self.is_main_process and any(hasattr(each, "get_last_lr") for each in args):
             warnings.warn(
-                f"ds_cp: accelerate steps this scheduler {groups.count(size)} times per training step, once per data-parallel "
+                f"ds_cp: accelerate steps this scheduler {data_parallel.count(size)} times per training step, once per data-parallel "
                 "worker. Where a script multiplies its length by accelerator.num_processes, the number of ranks, let it "
                 "multiply by ds_cp.dp_size(config).",
                 stacklevel=3,
@@ -142,11 +142,11 @@ def _dummy_by_group(original: Callable) -> Callable:
 def _by_data_parallel_rank(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
-        size = groups.size_of_accelerator()
+        size = data_parallel.cp_size_of_accelerator()
         if size > 1:
             # torch's numbers: on a CPU without `cpu=True` accelerate takes each rank for the only one
-            num_processes = groups.count(size)
-            process_index = groups.index(size)
+            num_processes = data_parallel.count(size)
+            process_index = data_parallel.index(size)
             _seed_workers_by(dataloader, process_index)
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
@@ -156,11 +156,11 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
 def _one_way_only(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_device_mesh(self, *args, **kwargs):
-        size = groups.size_of_accelerator()
-        asked = {
+        size = data_parallel.cp_size_of_accelerator()
+        requested = {
             name: getattr(self, name, 1) for name in ("cp_size", "sp_size", "tp_size")
         }  # accelerate 1.10 has no sp_size
-        given = {name: value for name, value in asked.items() if value > 1}
+        given = {name: value for name, value in requested.items() if value > 1}
         if size > 1 and given:
             listed = " and ".join(f"{name} = {value}" for name, value in given.items())
             raise key.ConfigError(
@@ -177,11 +177,11 @@ def _dispatch_by_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        size = groups.size_of_accelerator()
+        size = data_parallel.cp_size_of_accelerator()
         if size == 1:
             return
         # its rank stays the world's: rank 0 of the world reads, for as many receivers as there are groups
-        self.state, cut = groups.Groups(self.state, size, "num_processes"), self.slice_fn
+        self.state, cut = data_parallel.Groups(self.state, size, "num_processes"), self.slice_fn
 
         def slice_fn(batch, part, process_index=None, num_processes=None):
             group = process_index // size
@@ -198,13 +198,13 @@ def _dispatch_by_group(original: Callable) -> Callable:
 def _one_per_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        size = groups.size_of_accelerator()
+        size = data_parallel.cp_size_of_accelerator()
         if size == 1:
             return original(self, input_data, use_gather_object)
         use_gather_object = use_gather_object or not _all_tensors(input_data)  # as accelerate decides
         if use_gather_object and self.process_index % size:
             input_data = type(input_data)()
-        self.gather = lambda data: groups.first_of_each(type(self).gather(self, data), size)
+        self.gather = lambda data: data_parallel.first_of_each(type(self).gather(self, data), size)
         try:
             return original(self, input_data, use_gather_object)
         finally:

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_cp import config as key
 from ds_cp import patches
-from ds_cp.patches.groups import DataParallelView, active, refuse_unread, world_size
+from ds_cp.patches.data_parallel import DataParallelView, active, refuse_unread, world_size
 
 
 def watch_config() -> None:
@@ -23,8 +23,8 @@ def watch_config() -> None:
         @functools.wraps(original)
         def __init__(self, config, mpu=None, mesh_device=None):
             refuse_unread(config)
-            asked = active(config)
-            if asked is None:
+            requested = active(config)
+            if requested is None:
                 return original(self, config, mpu, mesh_device=mesh_device)
             if type(mpu).__name__ == "PipelineParallelGrid":
                 raise key.ConfigError(_sentence("PipelineModule", "its stages cut the model where a region is open"))
@@ -40,13 +40,13 @@ def watch_config() -> None:
 
                 deepspeed.init_distributed()
             try:
-                return original(self, config, DataParallelView(asked.size))
+                return original(self, config, DataParallelView(requested.size))
             except AssertionError as error:
                 if "world_size" not in str(error):
                     raise
                 raise key.ConfigError(
-                    f'{error} where world_size counts groups: {world_size()} ranks / "{key.KEY}.size" {asked.size} = '
-                    f"{world_size() // asked.size}, for the ranks of a group read the same batch. Nothing was started."
+                    f'{error} where world_size counts groups: {world_size()} ranks / "{key.KEY}.size" {requested.size} = '
+                    f"{world_size() // requested.size}, for the ranks of a group read the same batch. Nothing was started."
                 ) from error
 
         return __init__
@@ -64,13 +64,13 @@ def install() -> None:
         @functools.wraps(original)
         def __init__(self, args, model, *rest, **kwargs):
             ds_config = kwargs.get("config")
-            asked = active(ds_config)
-            if asked is not None:
-                from ds_cp.patches.transformers.border import attach
+            requested = active(ds_config)
+            if requested is not None:
+                from ds_cp.patches.transformers.attach import attach
 
                 _choose_device(args)
-                attach(model, asked)
-                self._ds_cp_size = asked.size
+                attach(model, requested)
+                self._ds_cp_size = requested.size
             return original(self, args, model, *rest, **kwargs)
 
         return __init__

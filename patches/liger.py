@@ -15,7 +15,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.forward.running import current_head
+from ds_cp.forward.ambient import current_task_head
 from ds_cp.loss import mean_over_group, shift_left
 
 FORWARDS = "liger_kernel.transformers.model."
@@ -46,7 +46,7 @@ def _shared(original: Callable) -> Callable:
         shift_labels=None, *args, **kwargs,
     ):  # fmt: skip
         given = (hidden_size, num_items_in_batch, ignore_index, shift_labels)
-        call = current_head()
+        call = current_task_head()
         if call is None or call.region is None:
             return original(hidden_states, lm_head_weight, labels, *given, *args, **kwargs)
         if kwargs.get("return_token_accuracy") or kwargs.get("return_predicted_tokens"):

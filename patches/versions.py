@@ -59,9 +59,9 @@ def check() -> None:
             f"installed is {_listed(wrong)}: outside of these ranges ds_cp does not work, or was seen to train wrong without saying "
             "so. Install a version inside of them, or take the key out. Nothing was started."
         )
-    from ds_cp.patches import groups
+    from ds_cp.patches import data_parallel
 
-    if (unseen := outside(ranges(TESTED))) and groups.rank() == 0:
+    if (unseen := outside(ranges(TESTED))) and data_parallel.rank() == 0:
         warnings.warn(
             f"ds_cp has not been run with {_listed(unseen)}. Its table of exact model types was made with another version and "
             'proves nothing of this one: compare your model with "ds_cp verify MODEL" before you train.',

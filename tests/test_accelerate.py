@@ -15,7 +15,7 @@ from ds_cp import patches
 from ds_cp.config import ConfigError
 from harness import engine, models, training
 from harness.models import ModelSpec
-from harness.training import Rows, pad_right
+from harness.training import RowSlice, pad_right
 
 LLAMA = ModelSpec("llama")
 SAMPLES = 11
@@ -45,8 +45,8 @@ def loop(folder, ds_config):
     from torch.utils.data import DataLoader
 
     accelerator, model = accelerator_for(ds_config), models.build(LLAMA)
-    loader = DataLoader(Rows(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
-    held_out = DataLoader(Rows(SAMPLES), batch_size=2, collate_fn=pad_right)
+    loader = DataLoader(RowSlice(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
+    held_out = DataLoader(RowSlice(SAMPLES), batch_size=2, collate_fn=pad_right)
     optimizer = DummyOptim(model.parameters())
     schedule = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=1)  # counted in batches of all workers
     model, optimizer, loader, held_out, _ = accelerator.prepare(model, optimizer, loader, held_out, schedule)

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_cp.attention import in_process, kernels
+from ds_cp.attention import kernels
+from ds_cp.attention.accumulate import kernel_calls
 from ds_cp.attention.kernels import torch_flash
 from ds_cp.attention.merge import merge
 from ds_cp.attention.score import Score
-from ds_cp.attention.sums import kernel_calls
 from ds_cp.attention.ulysses import HeadSplit, Ulysses
+from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN, Band
@@ -230,7 +231,7 @@ def test_documents_of_one_length_are_one_call_that_is_never_added_up():
     found = planned([8, 8, 8, 8], 2, 1)
     assert [len(step) for step in found.calls] == [1, 0]
     assert found.calls[0][0].work.times == 2
-    assert found.queries.alone and found.keys[0].alone
+    assert found.queries.single_call and found.keys[0].single_call
 
 
 def test_rows_are_written_by_who_comes_first_and_added_to_by_the_rest():
@@ -239,6 +240,6 @@ def test_rows_are_written_by_who_comes_first_and_added_to_by_the_rest():
     assert [(call.q.index[2], call.q.first, call.k.first) for call in own] == [(slice(0, 8), True, True)]
     assert [(call.q.index[2], call.q.first, call.k.first) for call in arrived] == [(slice(0, 4), False, True)]
     coverage = planned([4, 8, 4], 2, 1)
-    assert not coverage.queries.gaps and not coverage.queries.alone
-    assert coverage.keys[0].alone and coverage.keys[1].alone
-    assert not planned([4, 8, 4], 2, 0).keys[0].alone, "their gradients come home from rank 1"
+    assert not coverage.queries.gaps and not coverage.queries.single_call
+    assert coverage.keys[0].single_call and coverage.keys[1].single_call
+    assert not planned([4, 8, 4], 2, 0).keys[0].single_call, "their gradients come home from rank 1"

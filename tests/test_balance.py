@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_cp import balance
-from ds_cp.attention import in_process, kernels
+from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
+from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
-from ds_cp.mask.rules import CAUSAL, OPEN, Band, Chunks
+from ds_cp.mask.rules import CAUSAL, OPEN, Band, ChunkedAttention
 from ds_cp.mask.schedule import count, find_tiles, needed_rows, schedule
 from harness import subject
 from harness.batches import BatchSpec
@@ -258,7 +259,7 @@ def test_models_on_packed_batches_equal_one_process(workers, method, size, rows)
 def layouts_used(config, specs):
     """The layout of each batch's region, and what the plan says at start."""
     from ds_cp.forward.region import Region
-    from ds_cp.patches.transformers import border
+    from ds_cp.patches.transformers import attach
 
     model = subject.changed_model(ModelSpec("llama"), config)
     seen, attend = [], Region.attend
@@ -271,7 +272,7 @@ def layouts_used(config, specs):
     for spec in specs:
         model(**make_batch(spec).inputs)
     Region.attend = attend
-    return seen[:: model.config.num_hidden_layers], border.attachment(model).plan.layout_text
+    return seen[:: model.config.num_hidden_layers], attach.attachment(model).plan.layout_text
 
 
 def test_auto_decides_for_each_batch(workers):
@@ -290,12 +291,12 @@ RULES_OF_CONFIGS = [
     (dict(sliding_window=8, use_sliding_window=False), {CAUSAL: 2}),
     (dict(sliding_window=8, layer_types=["full_attention", "sliding_attention"]), {CAUSAL: 1, Band(7, 0): 1}),
     (dict(is_causal=False), {Band(OPEN, OPEN): 2}),
-    (dict(layer_types=["chunked_attention"] * 2, attention_chunk_size=8), {CAUSAL & Chunks(8): 2}),
+    (dict(layer_types=["chunked_attention"] * 2, attention_chunk_size=8), {CAUSAL & ChunkedAttention(8): 2}),
 ]
 
 
 @pytest.mark.parametrize("keys, rules", RULES_OF_CONFIGS, ids=[str(keys) for keys, _ in RULES_OF_CONFIGS])
 def test_the_areas_that_are_balanced_are_those_of_the_models_layers(keys, rules):
-    from ds_cp.patches.transformers import anatomy
+    from ds_cp.patches.transformers import structure
 
-    assert anatomy.layer_rules(SimpleNamespace(num_hidden_layers=2, **keys)) == rules
+    assert structure.layer_rules(SimpleNamespace(num_hidden_layers=2, **keys)) == rules

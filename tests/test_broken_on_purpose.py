@@ -26,10 +26,10 @@ def merge_without_the_new_maximum(patch):
 def one_exchange_step_is_skipped(patch):
     from ds_cp.attention.exchange import PeerExchange
 
-    arrivals = PeerExchange.arrivals
+    received = PeerExchange.received
 
     def all_but_the_last(self, key, value):
-        found = list(arrivals(self, key, value))
+        found = list(received(self, key, value))
         return iter(found[:-1] if self.word == "forward" else found)
 
     patch(PeerExchange, "arrivals", all_but_the_last)
@@ -38,8 +38,8 @@ def one_exchange_step_is_skipped(patch):
 def gradients_of_keys_do_not_come_home(patch):
     from ds_cp.attention.exchange import PeerExchange
 
-    send_home = PeerExchange.send_home
-    patch(PeerExchange, "send_home", lambda self, step, grad, home: send_home(self, step, grad * 0, home))
+    return_gradients = PeerExchange.return_gradients
+    patch(PeerExchange, "return_gradients", lambda self, step, grad, home: return_gradients(self, step, grad * 0, home))
 
 
 def labels_shift_after_sharding(patch):
@@ -94,16 +94,17 @@ def a_document_boundary_inside_a_shard_is_missed(patch):
 
 
 def positions_are_local(patch):
-    from ds_cp.patches.transformers import stacks
 
-    arguments = stacks.cut.arguments
+    from ds_cp.patches.transformers import decoder_stacks
+
+    arguments = decoder_stacks.shard_batch.local_arguments
 
     def counted_from_zero(region, given, shape):
         local = arguments(region, given, shape)
         local["position_ids"] = torch.arange(region.layout.local_len).unsqueeze(0)
         return local
 
-    patch(stacks.cut, "arguments", counted_from_zero)
+    patch(decoder_stacks.shard_batch, "local_arguments", counted_from_zero)
 
 
 FAULTS = [

@@ -15,7 +15,7 @@ def compiled_steps(model_spec, config, batch_specs, checkpointing=None):
     """Per step (loss, gradients, graphs so far, attention calls so far)."""
     from torch._dynamo.utils import counters
 
-    from ds_cp.patches.transformers.border import attachment
+    from ds_cp.patches.transformers.attach import attachment
 
     model = subject.changed_model(model_spec, config).train()
     subject.enable_checkpointing(model, checkpointing)

@@ -99,11 +99,11 @@ def test_a_mask_of_the_users_own_is_refused(workers):
 
 
 def entries_of_other_documents_are_seen(patch):
-    from ds_cp.attention.entries import PooledEntries
+    from ds_cp.attention.compressed_kv import CompressedKV
 
-    of = PooledEntries.of
+    of = CompressedKV.of
     patch(
-        PooledEntries, "of", lambda self, *rest: of(self, *rest) if self.selected else _of_any_document(of, self, *rest)
+        CompressedKV, "of", lambda self, *rest: of(self, *rest) if self.selected else _of_any_document(of, self, *rest)
     )
 
 

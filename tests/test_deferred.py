@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_cp.tiled.deferred import DeferredLogits
+from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 
 
 class Head(torch.nn.Linear):

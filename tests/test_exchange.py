@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_cp.attention import in_process
-from ds_cp.attention.exchange import InTurn, PeerExchange
+from ds_cp.attention.exchange import PeerExchange, RotatingBuffers
+from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import OPEN, Band
@@ -22,11 +22,11 @@ def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, m
         exchange = PeerExchange(group, schedule(segments, layout, group.rank), ahead, "forward")
         key = torch.full((1, 2, 8, 4), float(group.rank))
         held, home = [], (torch.zeros_like(key), torch.zeros_like(key))
-        for step, k, v in exchange.arrivals(key, key + 0.5):
+        for step, k, v in exchange.received(key, key + 0.5):
             assert (k == step.source).all() and (v == step.source + 0.5).all()
             held += [k] if step.source != group.rank else []  # held: an allocator could not lend it again
             if step.source != group.rank:
-                exchange.send_home(step, torch.full((8, 1, 2, 8), float(group.rank)), home)
+                exchange.return_gradients(step, torch.full((8, 1, 2, 8), float(group.rank)), home)
         exchange.finish(home)
         assert all((x == sum(range(RANKS)) - group.rank).all() for x in home)
         return len({k.untyped_storage().data_ptr() for k in held})
@@ -35,7 +35,7 @@ def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, m
 
 
 def test_memory_grows_to_the_largest_piece_and_is_lent_again():
-    like, memory = torch.zeros(1), InTurn(2)
+    like, memory = torch.zeros(1), RotatingBuffers(2)
     pieces = [memory.rows(like, (n, 3), torch.float64) for n in (2, 4, 6, 1, 5, 0)]
     assert [tuple(piece.shape) for piece in pieces] == [(n, 3) for n in (2, 4, 6, 1, 5, 0)]
     places = [piece.untyped_storage().data_ptr() for piece in pieces]
@@ -44,7 +44,7 @@ def test_memory_grows_to_the_largest_piece_and_is_lent_again():
 
 
 def test_rows_of_another_width_get_memory_of_their_own():
-    memory = InTurn(1)
+    memory = RotatingBuffers(1)
     assert [tuple(memory.rows(torch.zeros(1), shape, torch.float64).shape) for shape in ((4, 3), (2, 5), (4, 3))] == [
         (4, 3), (2, 5), (4, 3)
     ]  # fmt: skip

@@ -41,7 +41,7 @@ def generated(name, config, kind):
         out = model.generate(**inputs, **settings, output_logits=True)
     if not config:
         return out.sequences, torch.stack(out.logits), None
-    from ds_cp.patches.transformers.border import attachment
+    from ds_cp.patches.transformers.attach import attachment
 
     return out.sequences, torch.stack(out.logits), attachment(model).forwards
 

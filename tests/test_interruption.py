@@ -61,7 +61,7 @@ def test_after_an_interruption_everything_is_as_before(workers, frames):
 def test_a_forward_that_is_over_leaves_no_cycle(workers, name):
     def leaves():
         import ds_cp
-        from ds_cp.patches.transformers import stacks
+        from ds_cp.patches.transformers import decoder_stacks
 
         if name == "llama":
             model, inputs = subject.changed_model(LLAMA, RING).train(), batches.make(DENSE).inputs
@@ -69,8 +69,10 @@ def test_a_forward_that_is_over_leaves_no_cycle(workers, name):
             model, inputs = vision.build(name, torch.float32), vision.batch(name)
             inputs = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
             ds_cp.context_parallel(model, RING)
-        regions, make = [], stacks.Region
-        stacks.Region = lambda *args, **kwargs: regions.append(weakref.ref(region := make(*args, **kwargs))) or region
+        regions, make = [], decoder_stacks.Region
+        decoder_stacks.Region = lambda *args, **kwargs: (
+            regions.append(weakref.ref(region := make(*args, **kwargs))) or region
+        )
         gc.collect()
         gc.disable()
         model(**inputs).loss.backward()
@@ -83,16 +85,16 @@ def test_a_failed_attachment_is_undone(workers):
     def attached_at_the_second_attempt():
         import ds_cp
         from ds_cp import patches
-        from ds_cp.patches.transformers.memory import mlp
+        from ds_cp.patches.transformers.memory import chunked_mlp
 
         def fail(*args):
             raise ValueError("this model is no good")
 
         model = models.build(LLAMA).train()
-        attach, mlp.attach = mlp.attach, fail
+        attach, chunked_mlp.attach = chunked_mlp.attach, fail
         with pytest.raises(ValueError, match="no good"):
             ds_cp.context_parallel(model, RING)
-        mlp.attach = attach
+        chunked_mlp.attach = attach
         changed = [name for name, module in model.named_modules() if "forward" in vars(module) or module._forward_hooks]
         listed = [patch.target for patch in patches.installed() if patch.target.startswith("model ")]
         left = changed, listed, model.config._attn_implementation

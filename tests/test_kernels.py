@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools import flash_signatures
 
-from ds_cp.attention import in_process, kernels
+from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels import available
@@ -19,6 +19,7 @@ from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.kernels.torch_flash import TorchCudaKernel
 from ds_cp.attention.kernels.windows import ALL, fit, group
 from ds_cp.attention.score import Score
+from ds_cp.cli.bench import in_process
 from ds_cp.config import ConfigError, read
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents

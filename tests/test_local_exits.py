@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
-from harness.training import Rows, arguments, json_for, pad_right
+from harness.training import RowSlice, arguments, json_for, pad_right
 
 LLAMA = ModelSpec("llama")
 RING = {"size": 2, "method": "ring"}
@@ -56,7 +56,7 @@ def trained(folder, ds_config, name):
     own = {"compute_loss_func": settings.pop("compute_loss_func", None)}
     args = arguments(folder, ds_config, max_steps=2, **settings)
     trainer = Trainer(
-        model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(4), data_collator=pad_right, **own
+        model=model, args=args, train_dataset=RowSlice(), eval_dataset=RowSlice(4), data_collator=pad_right, **own
     )
     trainer.train()
     sent = gathered_bytes()

@@ -242,7 +242,7 @@ def with_mask_function(make, config, inputs):
     from transformers import masking_utils
     from transformers.models.llama import modeling_llama
 
-    from ds_cp.forward.running import current
+    from ds_cp.forward.ambient import current
 
     def create(config, inputs_embeds, **kwargs):
         ids = current().shard(block_ids(), pad_value=-1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_cp.attention import merge
-from ds_cp.attention.merge import Compiled, in_passes
+from ds_cp.attention.merge import Compiled, merge_eager
 
 NONE = float("-inf")
 
@@ -64,7 +64,7 @@ def test_merging_is_attention_over_both_sets_of_keys(dtype, tolerance, place):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++, which is not here")
 def test_the_compiled_kernel_is_the_formula_and_serves_every_length():
     torch._dynamo.reset()
-    compiled = Compiled(in_passes)
+    compiled = Compiled(merge_eager)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for length, start in ((12, 7), (9, 2), (30, 21)):
         check(compiled, view_of_more(parts(length), start), 2e-6)
@@ -77,7 +77,7 @@ def test_kinds_past_the_compilers_limit_run_uncompiled(monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend="aot_eager", **how))
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    compiled = Compiled(in_passes)
+    compiled = Compiled(merge_eager)
     for batch, dtype in ((1, torch.float32), (2, torch.float32), (1, torch.float64), (2, torch.float64)):
         check(compiled, parts(12, batch, dtype), 2e-6)
         check(compiled, view_of_more(parts(9, batch, dtype), 5), 2e-6)
@@ -91,7 +91,7 @@ def test_what_does_not_compile_runs_as_it_is_and_is_not_tried_again(monkeypatch)
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda function, **how: refuses)
-    compiled = Compiled(in_passes)
+    compiled = Compiled(merge_eager)
     with pytest.warns(UserWarning, match="runs uncompiled, torch.compile failed: no compiler"):
         check(compiled, parts(12), 2e-6)
     check(compiled, parts(12), 2e-6)
@@ -105,7 +105,7 @@ def test_a_nan_on_either_side_is_one_of_the_whole():
         tensors = parts(9, dtype=torch.float64, part_dtype=torch.float64)
         tensors[which][0, 2, 5] = torch.nan
         out, lse, *_ = tensors
-        in_passes(*tensors)
+        merge_eager(*tensors)
         assert out[0, 2, 5].isnan().any(), which
         assert lse[0, 2, 5].isnan() == (which % 2 == 1)
         assert out.isnan().sum() <= 40 and lse.isnan().sum() <= 1

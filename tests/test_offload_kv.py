@@ -40,18 +40,18 @@ CASES = covering(FACTORS, CONSTRAINTS)
 @contextmanager
 def double_inside_of_tiles(dtype):
     """A mode of torch functions does not reach into an autograd function, where the layers run."""
-    from ds_cp.tiled import layer as tiled_layer
+    from ds_cp.chunked import layer as chunked_layer
 
-    on = tiled_layer._Layer._on
+    on = chunked_layer._Layer._on
 
     @contextmanager
     def in_double(self, span):
         with on(self, span) as span, subject.in_full_precision(dtype):
             yield span
 
-    tiled_layer._Layer._on = in_double
+    chunked_layer._Layer._on = in_double
     with contextlib.ExitStack() as done:
-        done.callback(setattr, tiled_layer._Layer, "_on", on)
+        done.callback(setattr, chunked_layer._Layer, "_on", on)
         yield
 
 
@@ -73,10 +73,10 @@ def test_tiles_are_exact(workers, case):
 
 def on_a_host_of_its_own():
     """Rows and saved tensors that wait in host memory wait in numpy's, which the probe does not see."""
-    from ds_cp.attention import offloaded
+    from ds_cp.attention import host_kv
     from ds_cp.patches.transformers.memory import offload
 
-    class Rows(offloaded.HostRows):
+    class RowSlice(host_kv.HostRows):
         def __init__(self, shape, dtype, device):
             super().__init__((0,), dtype, device)
             self._rows = torch.zeros(shape, dtype=dtype).numpy()
@@ -87,7 +87,7 @@ def on_a_host_of_its_own():
         def read(self, start, stop):
             return torch.from_numpy(self._rows[start:stop]).clone()
 
-    offloaded.HostRows = Rows
+    host_kv.HostRows = RowSlice
     offload.to_host = lambda x: x if isinstance(x, torch.nn.Parameter) or x.dim() < 3 else x.detach().numpy().copy()
     offload.from_host = lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
@@ -182,10 +182,10 @@ def test_bytes_that_travel_are_those_of_the_ring(workers):
 
         model = subject.changed_model(ModelSpec("llama"), config).train()
         model(**batches.make(BATCH).inputs).loss.backward()
-        ring = attachment(model).mesh.ring
+        ring = attachment(model).mesh.ring_group
         return ring.sent["forward"], ring.sent["backward"], ds_cp.traffic(model)
 
-    from ds_cp.patches.transformers.border import attachment
+    from ds_cp.patches.transformers.attach import attachment
 
     whole, tiled = (workers(2).run(sent, config_of("ring", 2) | extra)[0] for extra in ({}, {"offload_kv": 16}))
     assert tiled == whole
@@ -251,17 +251,17 @@ def test_attention_is_computed_once_unless_asked(workers, again):
 
 def test_mlps_of_layers_that_do_not_run_in_tiles_may(workers):
     def tiled():
-        from ds_cp.patches.transformers.memory import mlp
+        from ds_cp.patches.transformers.memory import chunked_mlp
 
-        rows, run = [], mlp.run_in_tiles
-        mlp.run_in_tiles = lambda module, *args: rows.append(module) or run(module, *args)
+        rows, run = [], chunked_mlp.run_in_chunks
+        chunked_mlp.run_in_chunks = lambda module, *args: rows.append(module) or run(module, *args)
         model = subject.changed_model(ModelSpec("bamba"), RING | {"tiled_mlp": True}).train()
         model(**batches.make(BatchSpec("dense", 1, 64)).inputs).loss.backward()
-        beside = [layer for layer in model.model.layers if not hasattr(layer, "self_attn")]
-        return len(set(rows)), len(beside)
+        extra_query_channels = [layer for layer in model.model.layers if not hasattr(layer, "self_attn")]
+        return len(set(rows)), len(extra_query_channels)
 
-    for bound, beside in workers(2).run(tiled):
-        assert bound == beside > 0
+    for bound, extra_query_channels in workers(2).run(tiled):
+        assert bound == extra_query_channels > 0
 
 
 def bidirectional_blocks(length):

@@ -93,7 +93,7 @@ def one_process(name, quantised=None):
 
 
 def shared(name, config, folder, quantised=None):
-    from ds_cp.patches.transformers.border import attachment
+    from ds_cp.patches.transformers.attach import attachment
 
     made = engine.initialize(config, adapted(name, quantised))
     loss = made(**batches.make(BATCH).inputs).loss

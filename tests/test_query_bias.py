@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from ds_cp.attention import in_process
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.score import Score
 from ds_cp.attention.terms import Profiles
+from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL
@@ -52,7 +52,7 @@ def test_what_travels_with_the_queries_equals_the_formulas(ranks, layout):
             *local,
             lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
             ReferenceKernel(),
-            Score(0.3, terms=(Profiles(own),), sinks_beside=True),
+            Score(0.3, terms=(Profiles(own),), sinks_in_query=True),
             owned.__getitem__,
         )
         out.backward(cut.shard(grad_out, 2, group.rank))

@@ -26,7 +26,7 @@ class Counted:
     def __init__(self, model):
         from ds_cp.attention.kernels.reference import ReferenceKernel
         from ds_cp.attention.kernels.torch_flash import TorchKernel
-        from ds_cp.patches.transformers.border import attachment
+        from ds_cp.patches.transformers.attach import attachment
 
         self.mesh, self.kernel_calls = attachment(model).mesh, {"forward": 0, "backward": 0}
         for kind in (TorchKernel, ReferenceKernel):
@@ -42,7 +42,7 @@ class Counted:
 
     def so_far(self):
         found = {"kernel " + word: calls for word, calls in self.kernel_calls.items()}
-        for axis in (self.mesh.ring, self.mesh.ulysses):
+        for axis in (self.mesh.ring_group, self.mesh.ulysses_group):
             for word in ("forward", "backward"):
                 found[f"{axis.name} {word} messages"] = axis.calls[word]
                 found[f"{axis.name} {word} bytes"] = axis.sent[word]
@@ -223,10 +223,10 @@ def test_whoever_checkpoints_gets_the_same_gradients(workers, way, prepare, befo
 
 
 def boxes():
-    from ds_cp.attention.kept import Kept
+    from ds_cp.attention.saved_attention import SavedAttention
 
     # By type: `isinstance` asks an object for its `__class__`, and a weak proxy whose object has gone answers with an error.
-    return [each for each in gc.get_objects() if type(each) is Kept]
+    return [each for each in gc.get_objects() if type(each) is SavedAttention]
 
 
 def backend_that_lets_go_of_messages_late():

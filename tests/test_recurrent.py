@@ -110,11 +110,11 @@ def _checkpointing(forward, use_reentrant):
 
 
 def counted(model_spec, config, spec):
-    from ds_cp.patches.transformers.border import attachment
+    from ds_cp.patches.transformers.attach import attachment
 
     model = subject.changed_model(model_spec, config).train()
     loss = model(**batches.make(spec).inputs).loss
-    group = attachment(model).mesh.cp
+    group = attachment(model).mesh.cp_group
     before = dict(group.calls), dict(group.sent)
     loss.backward()
     return before, (dict(group.calls), dict(group.sent))
@@ -270,7 +270,7 @@ def test_every_head_is_computed_once_beside_the_groups_that_serve_it(ranks):
 
 def test_documents_run_alone_whatever_they_are():
     from ds_cp.mask.documents import Documents
-    from ds_cp.recurrent.alone import Alone
+    from ds_cp.recurrent.per_document import PerDocument
 
     generator = np.random.default_rng(0)
     for _ in range(50):
@@ -279,7 +279,7 @@ def test_documents_run_alone_whatever_they_are():
         unmasked = generator.random((rows, length)) < 0.8
         documents = Documents.find(rows, length, seq_idx=seq_idx, unmasked=unmasked)
         x = torch.from_numpy(generator.random((rows, length, 2)))
-        alone = Alone.of(documents, length, "cpu")
+        alone = PerDocument.of(documents, length, "cpu")
         (got,) = alone.run(lambda x: [x.cumsum(1)], x)
         for row, lines in enumerate(documents.ranges):
             for start in {*lines[:, 0].tolist()}:
@@ -297,16 +297,16 @@ def the_order_of_tokens_is_not_restored(patch):
 
 
 def a_state_leaks_into_the_next_document(patch):
-    from ds_cp.recurrent.alone import Alone
+    from ds_cp.recurrent.per_document import PerDocument
 
-    patch(Alone, "of", staticmethod(lambda *_: Alone(None)))
+    patch(PerDocument, "of", staticmethod(lambda *_: PerDocument(None)))
 
 
 def a_rank_keeps_the_gradient_of_its_own_tokens(patch):
-    from ds_cp.recurrent.channels import Trade
+    from ds_cp.recurrent.channels import HeadExchange
 
-    to_tokens = Trade.to_tokens
-    patch(Trade, "to_tokens", lambda self, x, word: [t * (word == "forward") for t in to_tokens(self, x, word)])
+    to_tokens = HeadExchange.to_tokens
+    patch(HeadExchange, "to_tokens", lambda self, x, word: [t * (word == "forward") for t in to_tokens(self, x, word)])
 
 
 @pytest.mark.parametrize(
@@ -331,11 +331,11 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
     def summed():
         from ds_cp.layout import Layout
         from ds_cp.mesh import build
-        from ds_cp.recurrent.channels import Trade
+        from ds_cp.recurrent.channels import HeadExchange
 
         mesh = build(ring=3, ulysses=1, timeout=30.0)
-        trade = Trade(Layout(6, 3, 1), mesh.cp, (((0, 1),) * 3,), (1,))
-        share = torch.full((1, 6, 1, 1), [1.0, 2.0**-8, 2.0**-8][mesh.cp.rank], dtype=torch.bfloat16)
+        trade = HeadExchange(Layout(6, 3, 1), mesh.cp_group, (((0, 1),) * 3,), (1,))
+        share = torch.full((1, 6, 1, 1), [1.0, 2.0**-8, 2.0**-8][mesh.cp_group.rank], dtype=torch.bfloat16)
         return trade.to_tokens([share], "backward")[0]
 
     for total in workers(3).run(summed):
@@ -355,10 +355,10 @@ def test_documents_at_once_are_not_mostly_padding():
     """A layer that runs whole takes them in one call: one long among many short ones would be many times the batch."""
     from ds_cp.agreement import BatchError
     from ds_cp.mask.documents import Documents
-    from ds_cp.recurrent.alone import Alone
+    from ds_cp.recurrent.per_document import PerDocument
 
     positions = np.concatenate([np.arange(1000), np.zeros(40, dtype=int)])[None]
     documents = Documents.find(1, 1040, positions=positions)
-    assert len(Alone.of(documents, 1040, "cpu").batches) == 2
+    assert len(PerDocument.of(documents, 1040, "cpu").batches) == 2
     with pytest.raises(BatchError, match="all 41 documents at once, padded to the longest: 41000 tokens for the 1040"):
-        Alone.of(documents, 1040, "cpu", at_once=True)
+        PerDocument.of(documents, 1040, "cpu", single_call=True)

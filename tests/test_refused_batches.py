@@ -245,9 +245,9 @@ def test_documents_are_compared_on_every_step(workers):
 
 def test_whole_logits_for_an_unknown_loss_have_a_limit(workers):
     def without_labels():
-        from ds_cp.patches.transformers import heads
+        from ds_cp.patches.transformers import task_head
 
-        heads.LOGITS_LIMIT = 37 * 128 * 4 - 1
+        task_head.LOGITS_LIMIT = 37 * 128 * 4 - 1
         model = subject.changed_model(LLAMA, CP2)
         inputs = subject.inputs_without_labels(batches.make(BatchSpec("dense", 1, 37)))
         assert model(**inputs, logits_to_keep=1).logits.shape[1] == 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
-from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Both, Chunks, Either
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Both, ChunkedAttention, Either
 from harness.painting import repainted
 
 LENGTH = 40
@@ -18,7 +18,7 @@ def painted(rule, name, origin, row):
     i, j = np.arange(len(name))[:, None], np.arange(len(name))[None, :]
     if isinstance(rule, Band):
         seen = (j >= i - rule.left) & (j <= i + rule.right)
-    elif isinstance(rule, Chunks):
+    elif isinstance(rule, ChunkedAttention):
         chunk = (np.arange(len(name)) - origin) // rule.size
         seen = chunk[:, None] == chunk[None, :]
     elif isinstance(rule, Blocks):
@@ -36,7 +36,7 @@ bands = st.builds(Band, st.sampled_from([0, 3, 11, OPEN]), st.sampled_from([0, 0
 blocks = st.lists(
     st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 2)), min_size=1, max_size=12), min_size=2, max_size=2
 ).map(lambda rows: Blocks.of(np.stack([_ids(row) for row in rows])))
-atoms = st.one_of(bands, st.builds(Chunks, st.integers(1, 15)), blocks)
+atoms = st.one_of(bands, st.builds(ChunkedAttention, st.integers(1, 15)), blocks)
 rules = st.recursive(
     atoms, lambda part: st.one_of(st.builds(Both, part, part), st.builds(Either, part, part)), max_leaves=4
 )

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_cp.attention import in_process, kernels
+from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels import reference
 from ds_cp.attention.kernels.reference import ReferenceKernel
-from ds_cp.attention.score import Dropout, Score, Where
+from ds_cp.attention.score import Dropout, Score, TileCoordinates
 from ds_cp.attention.terms import Bucketed, Computed, Linear, Whole
+from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band
@@ -159,7 +160,7 @@ def test_wide_and_odd_head_dims_under_a_softcap(dim):
 
 def keep_of(dropout, batch, heads, length):
     index = torch.arange(length)
-    return dropout.keep(Where(slice(0, batch), index, index), heads)
+    return dropout.keep(TileCoordinates(slice(0, batch), index, index), heads)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -177,7 +178,9 @@ def test_dropout_of_some_heads_is_a_part_of_the_dropout_of_all():
     score = Score(1.0, dropout=Dropout(0.5, seed=9))
     index = torch.arange(16)
     part = score.of_heads(4, 6).of_heads(1, 2).dropout
-    assert torch.equal(part.keep(Where(slice(0, 2), index, index), 1), keep_of(score.dropout, 2, 8, 16)[:, 5:6])
+    assert torch.equal(
+        part.keep(TileCoordinates(slice(0, 2), index, index), 1), keep_of(score.dropout, 2, 8, 16)[:, 5:6]
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_cp.tiled import loss as tiled
+from ds_cp.chunked import cross_entropy as chunked
 from harness.tiles import small_tiles
 
 
@@ -28,7 +28,7 @@ def test_sum_and_gradients_equal_those_of_whole_logits(bias, finish, smoothing):
     leaves, targets = problem(torch.float64, bias)
     targets = targets.clamp(max=8)
     with small_tiles(5, 11, 8):
-        got = tiled.linear_cross_entropy(
+        got = chunked.linear_cross_entropy(
             leaves[0], leaves[1], leaves[2] if bias else None, targets, finish, label_smoothing=smoothing
         )
     want = F.cross_entropy(finish(F.linear(*leaves)), targets, reduction="sum", label_smoothing=smoothing)
@@ -40,7 +40,7 @@ def test_sum_and_gradients_equal_those_of_whole_logits(bias, finish, smoothing):
 
 def test_nothing_but_ignored_targets_is_zero_and_has_zero_gradients():
     leaves, targets = problem(torch.float32, True)
-    total = tiled.linear_cross_entropy(*leaves, torch.full_like(targets, -100), lambda x: x)
+    total = chunked.linear_cross_entropy(*leaves, torch.full_like(targets, -100), lambda x: x)
     assert total.item() == 0
     assert all((gradient == 0).all() for gradient in torch.autograd.grad(total, leaves))
 
@@ -51,7 +51,7 @@ def test_a_frozen_part_gets_no_gradient_and_the_other_the_same(frozen):
     leaves[frozen].requires_grad_(False)
     other = leaves[1 - frozen]
     with small_tiles(5, 11, 8):
-        got = torch.autograd.grad(tiled.linear_cross_entropy(*leaves, None, targets, lambda x: x), other)[0]
+        got = torch.autograd.grad(chunked.linear_cross_entropy(*leaves, None, targets, lambda x: x), other)[0]
     want = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), targets, reduction="sum"), other)[0]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
@@ -66,7 +66,7 @@ def test_low_precision_is_as_exact_as_with_whole_logits(dtype):
     want = torch.autograd.grad(F.cross_entropy(F.linear(*precise), targets), precise)
     whole = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), targets), (hidden, weight))
     with small_tiles(1, 50, 4):
-        total = tiled.linear_cross_entropy(hidden, weight, None, targets, lambda x: x)
+        total = chunked.linear_cross_entropy(hidden, weight, None, targets, lambda x: x)
     got = torch.autograd.grad(total / 512, (hidden, weight))
     for mine, its, true in zip(got, whole, want):
         assert (mine.double() - true).norm() <= 1.5 * (its.double() - true).norm()
@@ -74,7 +74,7 @@ def test_low_precision_is_as_exact_as_with_whole_logits(dtype):
 
 def test_backward_may_run_twice():
     leaves, targets = problem(torch.float32, False)
-    total = tiled.linear_cross_entropy(*leaves, None, targets, lambda x: x)
+    total = chunked.linear_cross_entropy(*leaves, None, targets, lambda x: x)
     first = torch.autograd.grad(2 * total, leaves, retain_graph=True)
     second = torch.autograd.grad(total, leaves)
     assert all(torch.equal(a, 2 * b) for a, b in zip(first, second))
@@ -84,7 +84,7 @@ def test_weights_that_change_before_the_backward_pass_do_not_matter():
     """Its gradients are taken in the forward pass, where plain autograd could only say that a weight was changed."""
     leaves, targets = problem(torch.float64, True)
     want = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), targets, reduction="sum"), leaves)
-    total = tiled.linear_cross_entropy(*leaves, targets, lambda x: x)
+    total = chunked.linear_cross_entropy(*leaves, targets, lambda x: x)
     with torch.no_grad():
         leaves[1].mul_(2)
     torch.testing.assert_close(torch.autograd.grad(total, leaves), want)

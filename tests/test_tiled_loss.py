@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.head_call import LocalLogits
-from ds_cp.tiled import loss as tiled
+from ds_cp.chunked import cross_entropy as chunked
+from ds_cp.forward.task_head import LocalLogits
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import VOCAB, ModelSpec
@@ -151,9 +151,9 @@ def test_evaluation_with_labels_returns_whole_logits(workers):
 
 
 def evaluated_beyond_the_limit():
-    from ds_cp.patches.transformers import heads
+    from ds_cp.patches.transformers import task_head
 
-    heads.LOGITS_LIMIT = 1
+    task_head.LOGITS_LIMIT = 1
     loss, logits, elements = evaluated()
     assert isinstance(logits, LocalLogits)
     with pytest.raises(BatchError, match="those of the whole sequence take more than .* prediction_loss_only"):
@@ -169,9 +169,9 @@ def test_evaluation_of_a_loss_alone_holds_no_logits(workers):
 
 def evaluated_by_zero_3(specs, config, limit):
     """(loss, type of the logits, and those that are whole) of this group's batch."""
-    from ds_cp.patches.transformers import heads
+    from ds_cp.patches.transformers import task_head
 
-    heads.LOGITS_LIMIT = limit
+    task_head.LOGITS_LIMIT = limit
     model = engine.initialize(config, models.build(TYPES["llama"]))
     model.eval()
     with small_tiles(), torch.no_grad():
@@ -234,7 +234,7 @@ def test_under_autocast_it_is_as_exact_as_with_whole_logits():
     true = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
     with torch.autocast("cpu", torch.bfloat16), small_tiles(7, 50):
         whole = F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
-        tiles = tiled.linear_cross_entropy(hidden, weight, None, targets, lambda x: x)
+        tiles = chunked.linear_cross_entropy(hidden, weight, None, targets, lambda x: x)
     gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (true, whole, tiles)]
     for want, its, mine in zip(*gradients):
         assert 0 < (mine - want).norm() <= 1.2 * (its - want).norm()

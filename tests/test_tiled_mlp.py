@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_cp.tiled.module import run_in_tiles
+from ds_cp.chunked.module import run_in_chunks
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
@@ -16,9 +16,9 @@ LONG = BatchSpec("packed", 3, 150)
 
 
 def with_small_tiles(tokens=7, dtype=torch.float32):
-    from ds_cp.patches.transformers.memory import mlp
+    from ds_cp.patches.transformers.memory import chunked_mlp
 
-    mlp.TILE_BYTES = tokens * MLP * dtype.itemsize
+    chunked_mlp.TILE_BYTES = tokens * MLP * dtype.itemsize
 
 
 class Intermediate(TorchDispatchMode):
@@ -71,9 +71,9 @@ def test_few_tokens_are_not_tiled_unless_asked_for(workers, switch):
 
 def test_auto_tiles_where_the_activation_is_large(workers):
     def large():
-        from ds_cp.patches.transformers.memory import mlp
+        from ds_cp.patches.transformers.memory import chunked_mlp
 
-        mlp.LARGE = 3 * 75 * MLP * 4 - 1
+        chunked_mlp.LARGE = 3 * 75 * MLP * 4 - 1
         return measured(ModelSpec("llama"), RING | {"tiled_mlp": "auto"}, LONG)
 
     results = workers(2).run(large)
@@ -103,7 +103,7 @@ def test_weights_of_many_tiles_are_summed_in_fp32():
     precise = torch.autograd.grad(layer.bfloat16().double()(x.double()).square().sum(), layer.weight)[0]
     layer = layer.bfloat16()
     whole = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
-    tiled = torch.autograd.grad(run_in_tiles(layer, layer.forward, x, 1).square().sum(), layer.weight)[0]
+    tiled = torch.autograd.grad(run_in_chunks(layer, layer.forward, x, 1).square().sum(), layer.weight)[0]
     assert (tiled.double() - precise).norm() <= 1.5 * (whole.double() - precise).norm()
 
 
@@ -118,7 +118,7 @@ class OneGradientForTwo(torch.nn.Module):
 
 def test_parameters_that_are_added_to_each_other_do_not_share_a_sum():
     module, x = OneGradientForTwo(), torch.arange(12.0).view(4, 3)
-    run_in_tiles(module, module.forward, x, 1).sum().backward()
+    run_in_chunks(module, module.forward, x, 1).sum().backward()
     for parameter in module.parameters():
         assert torch.equal(parameter.grad, x.sum(0)[:, None].expand(3, 3))
 
@@ -204,6 +204,6 @@ CHANGES = [
 @pytest.mark.parametrize("change, message", CHANGES, ids=[change.__name__ for change, _ in CHANGES])
 def test_weights_that_change_before_the_backward_pass_are_noticed(change, message):
     module, x = Mlp(), torch.randn(10, 6, requires_grad=True)
-    out = change(module, dict(module.named_parameters()), lambda: run_in_tiles(module, module.forward, x, 3))
+    out = change(module, dict(module.named_parameters()), lambda: run_in_chunks(module, module.forward, x, 3))
     with pytest.raises(RuntimeError, match=message):
         out.sum().backward()

@@ -9,7 +9,7 @@ import torch
 
 from harness import engine, models
 from harness.models import ModelSpec
-from harness.training import ROWS, Rows, arguments, assert_same_training, json_for, pad_right, trained
+from harness.training import ROWS, RowSlice, arguments, assert_same_training, json_for, pad_right, trained
 
 LLAMA = ModelSpec("llama")
 
@@ -95,7 +95,7 @@ def test_from_pretrained_inside_zero_init_holds_a_shard_of_each_parameter(worker
         args = arguments(folder, json_for({"size": 2}, 3))
         model = AutoModelForCausalLM.from_pretrained(saved)
         parts = {p.ds_tensor.numel() / p.ds_numel for p in model.parameters()}
-        trainer = Trainer(model=model, args=args, train_dataset=Rows(), data_collator=pad_right)
+        trainer = Trainer(model=model, args=args, train_dataset=RowSlice(), data_collator=pad_right)
         trainer.train()
         return max(parts), [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -116,7 +116,7 @@ def test_accelerate_gives_the_ranks_of_a_group_the_same_batches(workers):
                                                        gradient_accumulation_steps=1))  # fmt: skip
         accelerator = Accelerator(deepspeed_plugin=plugin)
         model = models.build(LLAMA)
-        loader = DataLoader(Rows(), batch_size=2, collate_fn=pad_right)
+        loader = DataLoader(RowSlice(), batch_size=2, collate_fn=pad_right)
         model, loader = accelerator.prepare(model, loader)
         losses = []
         for batch in loader:
@@ -140,7 +140,7 @@ def test_deepspeeds_own_loader_samples_by_group(workers):
         made, _, loader, _ = deepspeed.initialize(
             model=models.build(LLAMA),
             config=engine.json_config({"size": 2}, 1, dp=2),
-            training_data=Rows(),
+            training_data=RowSlice(),
             collate_fn=pad_right,
         )
         return [batch["input_ids"].tolist() for batch in loader]

@@ -29,18 +29,18 @@ class Exchange(Protocol):
 
     steps: Sequence[Step]
 
-    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         """Yield (step, K, V of the rows that arrived) for each step; this rank's own come first, as given."""
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: Pair) -> None:
         """Start the journey of a step's gradient, rows [n, B, h, d + dv]; add what arrives for this rank's rows to
-        ``home``."""
+        ``own_gradients``."""
 
-    def finish(self, home: Pair) -> torch.Tensor | None:
+    def finish(self, own_gradients: Pair) -> torch.Tensor | None:
         """Wait until every gradient is home. Returns that of keys that every rank holds whole, if there are any."""
 
 
-class InTurn:
+class RotatingBuffers:
     """Memory that the rows of a pass's steps use in turn, so that a pass allocates as often as steps are in use at a time.
 
     A step's memory is lent again ``turns`` steps later. On CUDA whoever writes to it then must stand behind its last
@@ -68,15 +68,18 @@ class PeerExchange:
         group: the ring axis.
         steps: this rank's schedule.
         ahead: how many steps' rows may be under way: 1 for the ring, all of them for all-gather.
-        word: "forward" or "backward", for counters and messages.
+        phase: "forward" or "backward", for counters and messages.
     """
 
-    def __init__(self, group: Group, steps: Sequence[Step], ahead: int, word: str):
-        self.group, self.steps, self.ahead, self.word = group, steps, ahead, word
-        self._arriving, self._home = InTurn(ahead + 1), InTurn(1)  # a step's rows are used while others are under way
+    def __init__(self, group: Group, steps: Sequence[Step], ahead: int, phase: str):
+        self.group, self.steps, self.ahead, self.phase = group, steps, ahead, phase
+        self._arriving, self._home = (
+            RotatingBuffers(ahead + 1),
+            RotatingBuffers(1),
+        )  # a step's rows are used while others are under way
         self._returning: tuple[Pending, torch.Tensor, tuple[Run, ...]] | None = None
 
-    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         sends = any(step.target_rows for step in self.steps[1:])
         like_a_row = (key.size(0), key.size(1), key.size(-1) + value.size(-1))
         rows = as_rows(key, value) if sends else key.new_empty((0, *like_a_row))
@@ -89,23 +92,23 @@ class PeerExchange:
                 under_way.append(self._start(self.steps[t + self.ahead], rows))
             yield self.steps[t], *as_heads(buffer, key.size(-1))
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
-        self._add_what_came(home)
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: Pair) -> None:
+        self._add_what_came(own_gradients)
         buffer = self._home.rows(grad_rows, (count(step.target_rows), *grad_rows.shape[1:]), grad_rows.dtype)
         sends = [(step.source, grad_rows)] if len(grad_rows) else []
         receives = [(step.target, buffer)] if len(buffer) else []
-        pending = self.group.swap(sends, receives, f"{self.word} gradients from rank {step.target} of the ring")
+        pending = self.group.swap(sends, receives, f"{self.phase} gradients from rank {step.target} of the ring")
         self._returning = (pending, buffer, step.target_rows)
 
-    def finish(self, home: Pair) -> None:
-        self._add_what_came(home)
+    def finish(self, own_gradients: Pair) -> None:
+        self._add_what_came(own_gradients)
 
-    def _add_what_came(self, home: Pair) -> None:
+    def _add_what_came(self, own_gradients: Pair) -> None:
         if self._returning:
             pending, buffer, target_rows = self._returning
             pending.wait()
             for (start, stop), part in zip(target_rows, buffer.split([b - a for a, b in target_rows])):
-                for total, more in zip(home, as_heads(part, home[0].size(-1))):
+                for total, more in zip(own_gradients, as_heads(part, own_gradients[0].size(-1))):
                     total[:, :, start:stop] += more
             self._returning = None
 
@@ -113,7 +116,7 @@ class PeerExchange:
         buffer = self._arriving.rows(rows, (count(step.rows), *rows.shape[1:]), rows.dtype)
         sends = [(step.target, select(rows, step.target_rows))] if step.target_rows else []
         receives = [(step.source, buffer)] if step.rows else []
-        pending = self.group.swap(sends, receives, f"{self.word} rows from rank {step.source} of the ring")
+        pending = self.group.swap(sends, receives, f"{self.phase} rows from rank {step.source} of the ring")
         return pending, buffer
 
 

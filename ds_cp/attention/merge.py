@@ -23,10 +23,10 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
         lse: [B, H, L], natural log.
         part, part_lse: the same shapes; part may have a lower precision.
     """
-    (fused if out.is_cuda else in_passes)(out, lse, part, part_lse)
+    (fused if out.is_cuda else merge_eager)(out, lse, part, part_lse)
 
 
-def in_passes(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_eager(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """The formula of :func:`merge`."""
     finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # with no key on either side -inf - -inf would be NaN
     weight = torch.sigmoid(part_lse - finite)
@@ -59,10 +59,10 @@ class Compiled:
             self._plain(*tensors)
 
 
-fused = Compiled(in_passes)
+fused = Compiled(merge_eager)
 
 
-def fold_in(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Let a score per head, or per query, without a value take part in the softmax, in place.
 
     Args:

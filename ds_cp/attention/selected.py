@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_cp.attention.score import Where
+from ds_cp.attention.score import TileCoordinates
 from ds_cp.attention.terms import as_bias
 from ds_cp.layout import Layout
 from ds_cp.mesh import Mesh
@@ -43,10 +43,10 @@ class Selected:
             count: as many blocks as a document may have.
             heads: H, query heads; each group serves equally many.
         """
-        ulysses = mesh.ulysses
+        ulysses = mesh.ulysses_group
         if ulysses.size > 1:  # attention runs on the tokens of the whole ring shard there
             chosen = torch.cat([*ulysses.all_gather(chosen, "keys that each query chose")], dim=2)
-        held = layout.positions(mesh.ring.rank, chosen.device)
+        held = layout.positions(mesh.ring_group.rank, chosen.device)
         row = torch.zeros(layout.padded_len, dtype=torch.int64, device=chosen.device)
         row[held] = torch.arange(len(held), device=chosen.device)
         group = torch.arange(chosen.size(1), device=chosen.device).repeat_interleave(heads // chosen.size(1))
@@ -55,9 +55,12 @@ class Selected:
     def of_heads(self, heads: slice) -> "Selected":
         return replace(self, group=self.group[heads])
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile of tokens is of one document."""
-        chosen, blocks = self.chosen[where.batch][:, :, self.row[where.q]], self.block[where.batch][:, where.k]
+        chosen, blocks = (
+            self.chosen[coordinates.batch][:, :, self.row[coordinates.q]],
+            self.block[coordinates.batch][:, coordinates.k],
+        )
         # one key of the tile stands for its block, so that nothing is as wide as the document
         one_of = blocks.new_full((len(blocks), self.count + 1), -1)
         one_of.scatter_(1, blocks, torch.arange(blocks.size(1), device=blocks.device).expand_as(blocks))

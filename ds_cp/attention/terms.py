@@ -7,7 +7,7 @@ from typing import Callable
 
 import torch
 
-from ds_cp.attention.score import Where
+from ds_cp.attention.score import TileCoordinates
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +29,13 @@ class Linear:
     factor: float = 1.0
     rounded: torch.dtype | None = None
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        rows = self.positions[where.batch]
-        k = rows[:, where.k][:, None, None, :]
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.positions[coordinates.batch]
+        k = rows[:, coordinates.k][:, None, None, :]
         slopes = self.slopes.view(1, -1, 1, 1)
         if self.rounded is not None:
             return (slopes.to(self.rounded) * k.to(self.rounded)).to(dtype) * self.factor
-        return slopes.to(dtype) * self.factor * (k - rows[:, where.q][:, None, :, None])
+        return slopes.to(dtype) * self.factor * (k - rows[:, coordinates.q][:, None, :, None])
 
     def of_heads(self, heads: slice) -> "Linear":
         return replace(self, slopes=self.slopes[heads])
@@ -53,21 +53,21 @@ class Bucketed:
     table: torch.Tensor
     bucket: Callable[[torch.Tensor], torch.Tensor]
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        return self.table[self._buckets(where)].permute(2, 0, 1).unsqueeze(0).to(dtype)
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+        return self.table[self._buckets(coordinates)].permute(2, 0, 1).unsqueeze(0).to(dtype)
 
     def of_heads(self, heads: slice) -> "Bucketed":
         return replace(self, table=self.table[:, heads])
 
-    def gradient(self, d_scores: torch.Tensor, where: Where) -> torch.Tensor:
+    def gradient(self, d_scores: torch.Tensor, coordinates: TileCoordinates) -> torch.Tensor:
         """The table's gradient [buckets, H] from that of a tile's scores [B, H, m, n]."""
         per_pair = d_scores.sum(0).flatten(1).T
         return torch.zeros_like(self.table, dtype=d_scores.dtype).index_add_(
-            0, self._buckets(where).flatten(), per_pair
+            0, self._buckets(coordinates).flatten(), per_pair
         )
 
-    def _buckets(self, where: Where) -> torch.Tensor:
-        return self.bucket(where.k[None, :] - where.q[:, None])
+    def _buckets(self, coordinates: TileCoordinates) -> torch.Tensor:
+        return self.bucket(coordinates.k[None, :] - coordinates.q[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,29 +82,29 @@ class Profiles:
 
     table: torch.Tensor
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        index, outside = self._index(where)
-        return (self._weights(where, dtype) @ self.table.to(dtype)).gather(-1, index).masked_fill(outside, 0)
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+        index, outside = self._index(coordinates)
+        return (self._weights(coordinates, dtype) @ self.table.to(dtype)).gather(-1, index).masked_fill(outside, 0)
 
     def of_heads(self, heads: slice) -> "Profiles":
         return self
 
-    def gradient(self, d_scores: torch.Tensor, where: Where) -> torch.Tensor:
+    def gradient(self, d_scores: torch.Tensor, coordinates: TileCoordinates) -> torch.Tensor:
         """The table's gradient [c, extent] from that of a tile's scores [B, H, m, n]; adds that of the weights."""
-        index, outside = self._index(where)
+        index, outside = self._index(coordinates)
         by_distance = d_scores.new_zeros((*d_scores.shape[:3], self.table.size(1)))
         by_distance.scatter_add_(-1, index, d_scores.masked_fill(outside, 0))
-        where.d_beside[..., : self.table.size(0)] += by_distance @ self.table.to(d_scores.dtype).T
-        return torch.einsum("bhmc,bhme->ce", self._weights(where, d_scores.dtype), by_distance)
+        coordinates.d_extra_query_channels[..., : self.table.size(0)] += by_distance @ self.table.to(d_scores.dtype).T
+        return torch.einsum("bhmc,bhme->ce", self._weights(coordinates, d_scores.dtype), by_distance)
 
-    def _weights(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        return where.beside[..., : self.table.size(0)].to(dtype)
+    def _weights(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+        return coordinates.extra_query_channels[..., : self.table.size(0)].to(dtype)
 
-    def _index(self, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
+    def _index(self, coordinates: TileCoordinates) -> tuple[torch.Tensor, torch.Tensor]:
         """Distances as far as profiles go, int64 [B, H, m, n], and which are none of theirs, [m, n]."""
-        distance = where.q[:, None] - where.k[None, :]
+        distance = coordinates.q[:, None] - coordinates.k[None, :]
         index = distance.clamp(0, self.table.size(1) - 1)
-        return index.expand(*where.beside.shape[:2], -1, -1), distance != index
+        return index.expand(*coordinates.extra_query_channels.shape[:2], -1, -1), distance != index
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +113,9 @@ class Whole:
 
     mask: torch.Tensor
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        batch = where.batch if self.mask.size(0) > 1 else slice(None)
-        return as_bias(self.mask[batch][:, :, where.q[:, None], where.k[None, :]], dtype)
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+        batch = coordinates.batch if self.mask.size(0) > 1 else slice(None)
+        return as_bias(self.mask[batch][:, :, coordinates.q[:, None], coordinates.k[None, :]], dtype)
 
     def of_heads(self, heads: slice) -> "Whole":
         return self if self.mask.size(1) == 1 else replace(self, mask=self.mask[:, heads])
@@ -133,11 +133,13 @@ class Computed:
     function: Callable
     origin: torch.Tensor
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
-        batch = torch.arange(where.batch.start, where.batch.stop, device=where.q.device).view(-1, 1, 1, 1)
-        rows = self.origin[where.batch]
-        q = (where.q - rows[:, where.q])[:, None, :, None]
-        k = (where.k - rows[:, where.k])[:, None, None, :]
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+        batch = torch.arange(coordinates.batch.start, coordinates.batch.stop, device=coordinates.q.device).view(
+            -1, 1, 1, 1
+        )
+        rows = self.origin[coordinates.batch]
+        q = (coordinates.q - rows[:, coordinates.q])[:, None, :, None]
+        k = (coordinates.k - rows[:, coordinates.k])[:, None, None, :]
         return as_bias(self.function(batch, torch.zeros_like(batch), q, k), dtype)
 
     def of_heads(self, heads: slice) -> "Computed":

@@ -48,24 +48,24 @@ class HeadSplit:
         them divide too. Otherwise, with at least one key head per rank, whole key heads with their query heads are
         shared out, unevenly.
         """
-        group = query_heads // key_heads
+        queries_per_kv_head = query_heads // key_heads
         if query_heads % ranks == 0:
-            repeat = ranks // gcd(key_heads, ranks)  # it divides the group, for ranks divide key_heads * group
+            repeat = ranks // gcd(key_heads, ranks)  # it divides queries_per_kv_head, for ranks divide query_heads
             return HeadSplit((query_heads // ranks,) * ranks, (key_heads * repeat // ranks,) * ranks, repeat)
         if key_heads >= ranks:
             keys = tuple(key_heads // ranks + (u < key_heads % ranks) for u in range(ranks))
-            return HeadSplit(tuple(k * group for k in keys), keys, 1)
+            return HeadSplit(tuple(k * queries_per_kv_head for k in keys), keys, 1)
         return None
 
 
-class Heads(Protocol):
+class HeadSharding(Protocol):
     """How the ranks of the ulysses axis share heads; the two ways are each other's adjoint, and for query heads inverse."""
 
-    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+    def to_heads(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         """From this rank's tokens of all heads to its ring shard's tokens of this rank's heads.
 
         Args:
-            word: "forward" or "backward", for counters and messages.
+            phase: "forward" or "backward", for counters and messages.
             queries: with query heads, [B, H, L, d] each, becomes [B, H_u, U*L, d].
             keys: with key/value heads, [B, h, L, d] each, becomes [B, h_u, U*L, d].
 
@@ -73,14 +73,14 @@ class Heads(Protocol):
             ``queries``, then ``keys``.
         """
 
-    def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+    def to_tokens(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         """Back; what was repeated is summed."""
 
 
 class AllHeads:
     """An axis of one rank: every head is here."""
 
-    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+    def to_heads(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         return [*queries, *keys]
 
     to_tokens = to_heads
@@ -93,7 +93,7 @@ class Ulysses:
     split: HeadSplit
     group: Group
 
-    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+    def to_heads(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         if self.split.repeat > 1:
             keys = [x.repeat_interleave(self.split.repeat, dim=1) for x in keys]
         tensors, size, me = [*queries, *keys], self.group.size, self.group.rank
@@ -107,19 +107,19 @@ class Ulysses:
                 heads_before[i] += ranks * n
             parcels.append(torch.cat(columns, dim=-1).view(-1))  # [ranks, L, B, width]
             counts += [parcels[-1].numel() // ranks] * ranks
-        received = self.group.all_to_all(_joined(parcels, 0), counts, [counts[me]] * size, f"{word} all-to-all")
+        received = self.group.all_to_all(_joined(parcels, 0), counts, [counts[me]] * size, f"{phase} all-to-all")
         mine = [self.split.query[me]] * len(queries) + [self.split.key[me]] * len(keys)
         columns = received.view(size * length, batch, -1).split([n * x.size(-1) for x, n in zip(tensors, mine)], dim=-1)
         return [x.view(size * length, batch, n, -1).permute(1, 2, 0, 3) for x, n in zip(columns, mine)]
 
-    def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+    def to_tokens(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
         tensors, size = [*queries, *keys], self.group.size
         batch, _, total, _ = tensors[0].shape
         length, dims = total // size, [x.size(-1) for x in tensors]
         parcels = _joined([x.permute(2, 0, 1, 3).flatten(2) for x in tensors], -1).reshape(-1)
         runs = self._runs(queries, keys)
         counts = [length * batch * sum(map(mul, heads, dims)) for ranks, heads in runs for _ in range(ranks)]
-        received = self.group.all_to_all(parcels, [parcels.numel() // size] * size, counts, f"{word} all-to-all")
+        received = self.group.all_to_all(parcels, [parcels.numel() // size] * size, counts, f"{phase} all-to-all")
         whole, start = [[] for _ in tensors], 0
         for ranks, heads in runs:
             widths = list(map(mul, heads, dims))

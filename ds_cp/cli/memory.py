@@ -11,12 +11,12 @@ from typing import Any, Mapping
 
 import torch
 
+from ds_cp.chunked import cross_entropy as chunked_loss
 from ds_cp.cli.without_data import WithoutData
 from ds_cp.layout import Layout
-from ds_cp.patches.transformers import anatomy
-from ds_cp.patches.transformers.memory import mlp
+from ds_cp.patches.transformers import structure
+from ds_cp.patches.transformers.memory import chunked_mlp
 from ds_cp.planner import Plan
-from ds_cp.tiled import loss as tiled_loss
 
 FEW = 4096
 """Tokens that layers run on here, at least; where MLPs run in tiles, two of them."""
@@ -152,7 +152,7 @@ def _is_away(zero: Mapping[str, Any], name: str) -> bool:
 
 def _keys_in_host(job: Job, seq_len: int) -> float:
     """K and V of one layer, of all tokens at most, and their gradients in fp32."""
-    pairs, dims = anatomy.heads(job.config), anatomy.head_dims(job.config)
+    pairs, dims = structure.heads(job.config), structure.head_dims(job.config)
     key_heads = max((keys for _, keys in pairs), default=0) / job.plan.ulysses
     return job.rows * seq_len * key_heads * 2 * max(dims, default=0) * (job.dtype.itemsize + 4)
 
@@ -163,7 +163,7 @@ def _loss(job: Job, tokens: int, weights_of_head: int) -> float:
     hidden = 2 * tokens * job.config.hidden_size * item
     if not job.plan.tiled_loss:
         return hidden + tokens * vocab * (2 * item + 2 * 4)  # logits in both precisions, and their gradients
-    tile = min(tokens * vocab * 4, tiled_loss.TILE_BYTES * tiled_loss.ON_DEVICE)
+    tile = min(tokens * vocab * 4, chunked_loss.TILE_BYTES * chunked_loss.ON_DEVICE)
     return hidden + weights_of_head * 4 + 3 * tile
 
 
@@ -171,8 +171,8 @@ def _layers(job: Job, tokens: int) -> tuple[float, float]:
     """(what all layers keep until their backward pass, what the largest one at work holds besides), bytes."""
     item = job.dtype.itemsize
     row = (getattr(job.config, "intermediate_size", None) or 0) * item
-    in_tiles = tokens * row > mlp.LARGE if job.plan.tiled_mlp is None else job.plan.tiled_mlp
-    few = max(FEW, 2 * mlp.TILE_BYTES // max(1, row)) if in_tiles else FEW
+    in_tiles = tokens * row > chunked_mlp.LARGE if job.plan.tiled_mlp is None else job.plan.tiled_mlp
+    few = max(FEW, 2 * chunked_mlp.TILE_BYTES // max(1, row)) if in_tiles else FEW
     total, largest = 0.0, 0.0
     for index, count in _model(job).kinds:
         kept, working = _layer(job, index, in_tiles, min(tokens, few))

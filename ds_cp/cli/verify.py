@@ -82,19 +82,19 @@ def verify(
     """
     console = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width of its own
     try:
-        asked = dict(key.required(config)) if config else {}
-        key.read(asked)
+        requested = dict(key.required(config)) if config else {}
+        key.read(requested)
         _look_for(model)
     except (key.ConfigError, OSError, ValueError) as error:
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from error
     for name in ("size", "method", "ulysses_size"):
-        asked.pop(name, None)
+        requested.pop(name, None)
     if task not in TASKS or not set(method or ()) <= set(METHODS):
         raise typer.BadParameter(f"tasks are {', '.join(TASKS)}, methods {', '.join(METHODS)}")
     methods = tuple(method or (name for name in METHODS if name != "hybrid" or ranks > 3))
     with TemporaryDirectory() as folder:
-        findings = run_on_ranks(ranks, findings_of, model, asked, methods, full, stages, task, folder)[0]
+        findings = run_on_ranks(ranks, findings_of, model, requested, methods, full, stages, task, folder)[0]
     console.print(_table(f"{model}, {ranks} ranks against one process", findings))
     compared = [one for one in findings if not one.refused]
     unwanted = [one for one in findings if one.refused and one.method in (method or ())]
@@ -128,7 +128,7 @@ def _table(title: str, findings: list[Finding]) -> Table:
 
 
 def findings_of(
-    model: str, asked: dict[str, Any], methods: Iterable[str], full: bool, stages: bool, task: str, folder: str
+    model: str, requested: dict[str, Any], methods: Iterable[str], full: bool, stages: bool, task: str, folder: str
 ) -> list[Finding]:
     """On every rank: each method without an engine, then each ZeRO stage with the method that auto chooses.
 
@@ -142,11 +142,11 @@ def findings_of(
     truths = [_truth(original, batch, Path(folder)) for batch in batches]
     findings: list[Finding] = []
     for method in methods:
-        findings += _with(original, {**asked, "size": size, "method": method}, batches, truths, kinds)
+        findings += _with(original, {**requested, "size": size, "method": method}, batches, truths, kinds)
     if stages and any(not one.refused for one in findings):
         for stage in STAGES:
             twin = copy.deepcopy(original)
-            findings += _with_engine(twin, {**asked, "size": size}, stage, batches, truths, kinds)
+            findings += _with_engine(twin, {**requested, "size": size}, stage, batches, truths, kinds)
             del twin
             gc.collect()
     return findings
@@ -217,7 +217,7 @@ def _truth(model: torch.nn.Module, batch: compare.Batch, folder: Path) -> compar
 
 def _with(
     model: torch.nn.Module,
-    asked: dict[str, Any],
+    requested: dict[str, Any],
     batches: tuple[compare.Batch, ...],
     truths: list[compare.Truth | None],
     kinds: dict[str, str],
@@ -228,11 +228,11 @@ def _with(
 
     findings, before = [], patches.installed()
     try:
-        ds_cp.context_parallel(model, {**asked, "unverified": "allow"})
+        ds_cp.context_parallel(model, {**requested, "unverified": "allow"})
         for batch, truth in zip(batches, truths):
-            findings.append(_finding(asked["method"], None, batch, *compare.shared(model, batch), truth, kinds))
+            findings.append(_finding(requested["method"], None, batch, *compare.shared(model, batch), truth, kinds))
     except (ValueError, RuntimeError) as refusal:
-        findings.append(Finding(asked["method"], None, refused=" ".join(str(refusal).split())))
+        findings.append(Finding(requested["method"], None, refused=" ".join(str(refusal).split())))
     for patch in reversed(patches.installed()):
         if patch not in before and patch.target.startswith("model "):
             patches.remove(patch)
@@ -261,7 +261,7 @@ def _finding(
 
 def _with_engine(
     model: torch.nn.Module,
-    asked: dict[str, Any],
+    requested: dict[str, Any],
     stage: int,
     batches: tuple[compare.Batch, ...],
     truths: list[compare.Truth | None],
@@ -280,7 +280,7 @@ def _with_engine(
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        key.KEY: {**asked, "unverified": "allow"},
+        key.KEY: {**requested, "unverified": "allow"},
     }
     before = patches.installed()
     engine, *_ = deepspeed.initialize(model=model, config=config)

@@ -14,8 +14,8 @@ from typing import Any, Iterator
 import torch
 
 from ds_cp.cli.bench.probes import PeakStorages
-from ds_cp.patches.transformers import anatomy
-from ds_cp.patches.transformers.memory import mlp
+from ds_cp.patches.transformers import structure
+from ds_cp.patches.transformers.memory import chunked_mlp
 from ds_cp.planner import Plan
 
 STAND_IN = "ds_cp_plan"
@@ -44,7 +44,7 @@ class WithoutData:
         head = self._model.get_output_embeddings()
         self.numbers = sum(weight.numel() for weight in self._model.parameters())
         self.of_head = 0 if head is None else head.weight.numel()
-        self._dtype, self._decoder = dtype, anatomy.find_decoder(self._model)
+        self._dtype, self._decoder = dtype, structure.find_decoder(self._model)
         self._name, self._layers = next(
             (name, module)
             for name, module in self._decoder.named_children()
@@ -71,7 +71,7 @@ class WithoutData:
             if checkpoints:
                 with warnings.catch_warnings(action="ignore"):  # the name that every version knows
                     self._model.gradient_checkpointing_enable({"use_reentrant": False})
-            mlp.attach(decoder, mlp_in_tiles)
+            chunked_mlp.attach(decoder, mlp_in_tiles)
             for weight in decoder.parameters():  # ZeRO takes gradients as they come
                 weight.register_post_accumulate_grad_hook(_let_go)
             given = torch.empty(1, tokens, config.hidden_size, dtype=self._dtype, requires_grad=True)

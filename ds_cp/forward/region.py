@@ -19,24 +19,24 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention import kept, kernels
+from ds_cp.attention import kernels, saved_attention
 from ds_cp.attention.attend import attend
-from ds_cp.attention.entries import WithEntries
+from ds_cp.attention.compressed_kv import CompressedKVExchange
 from ds_cp.attention.exchange import Exchange, PeerExchange
-from ds_cp.attention.offloaded import Held
+from ds_cp.attention.host_kv import HostKV
 from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
+from ds_cp.chunked import layer as chunked_layer
 from ds_cp.collectives import gather_sequence
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import Rule
-from ds_cp.mask.schedule import Step, schedule, with_entries
+from ds_cp.mask.schedule import Step, schedule, with_compressed_kv
 from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
 from ds_cp.recurrent import channels
-from ds_cp.recurrent.alone import Alone
-from ds_cp.tiled import layer as tiled_layer
+from ds_cp.recurrent.per_document import PerDocument
 
 
 @dataclass(eq=False)
@@ -75,12 +75,12 @@ class Region:
 
     def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float | None = 0) -> torch.Tensor:
         """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
-        return self.layout.shard(full, dim, self.mesh.cp.rank, pad_value)
+        return self.layout.shard(full, dim, self.mesh.cp_group.rank, pad_value)
 
     @torch.compiler.disable
     def gather(self, local: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """All tokens, in order and without padding, on every rank; L becomes S."""
-        return gather_sequence(local, self.layout, self.mesh.cp, dim)
+        return gather_sequence(local, self.layout, self.mesh.cp_group, dim)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -98,19 +98,21 @@ class Region:
         return self._on_device(self.documents.unmasked)
 
     @cached_property
-    def alone(self) -> Alone:
+    def per_document(self) -> PerDocument:
         """How a function that knows no documents runs on each of them by itself."""
-        return Alone.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name())
+        return PerDocument.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name())
 
     @cached_property
-    def alone_at_once(self) -> Alone:
+    def per_document_single_call(self) -> PerDocument:
         """The same in one call, whatever the number of documents."""
-        return Alone.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name(), at_once=True)
+        return PerDocument.of(
+            self.documents, self.layout.seq_len, get_accelerator().current_device_name(), single_call=True
+        )
 
     @cached_property
     def queries(self) -> tuple[Queries, ...]:
         """This rank's queries by the document that they stand in."""
-        return Queries.of(self.documents, self.layout, self.mesh.cp.rank, get_accelerator().current_device_name())
+        return Queries.of(self.documents, self.layout, self.mesh.cp_group.rank, get_accelerator().current_device_name())
 
     def _on_device(self, per_token: Callable[[int], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(per_token(self.layout.seq_len)).to(get_accelerator().current_device_name())
@@ -119,20 +121,20 @@ class Region:
         """For random numbers that all ranks of the group must draw alike, 63 bits; other groups draw others."""
         if self.group_seed is None:
             mine = torch.tensor([self.seed_base or 0], dtype=torch.int64)
-            self.group_seed = int(self.mesh.control.all_gather(mine, "agreement on a dropout seed")[0])
+            self.group_seed = int(self.mesh.control_group.all_gather(mine, "agreement on a dropout seed")[0])
         words = (self.group_seed, self.mesh.dp_rank, layer)
-        digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8)
+        digest = hashlib.blake2b(b"".join(phase.to_bytes(8, "little") for phase in words), digest_size=8)
         return int.from_bytes(digest.digest(), "little") >> 1
 
-    def schedule(self, rule: Rule, entry_count: int | None = None) -> tuple[Step, ...]:
+    def schedule(self, rule: Rule, compressed_count: int | None = None) -> tuple[Step, ...]:
         """Rows and tiles of a rule, computed once per batch; with one more step for entries, if there are any."""
-        if (rule, entry_count) not in self._schedules:
-            if entry_count is None:
-                steps = schedule(self.documents.segments(rule), self.layout, self.mesh.ring.rank)
+        if (rule, compressed_count) not in self._schedules:
+            if compressed_count is None:
+                steps = schedule(self.documents.segments(rule), self.layout, self.mesh.ring_group.rank)
             else:
-                steps = with_entries(self.schedule(rule), len(self.documents.ranges), entry_count)
-            self._schedules[rule, entry_count] = steps
-        return self._schedules[rule, entry_count]
+                steps = with_compressed_kv(self.schedule(rule), len(self.documents.ranges), compressed_count)
+            self._schedules[rule, compressed_count] = steps
+        return self._schedules[rule, compressed_count]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, score: Score
@@ -149,27 +151,33 @@ class Region:
         Returns:
             [B, H, L, dv].
         """
-        ulysses, heads = self.mesh.ulysses, AllHeads()
+        ulysses, heads = self.mesh.ulysses_group, AllHeads()
         if ulysses.size > 1:
             split = head_split(query.size(1), key.size(1), ulysses.size)
             heads = Ulysses(split, ulysses)
             first = sum(split.query[: ulysses.rank])
             score = score.of_heads(first, first + split.query[ulysses.rank])
-        entry_keys = None if score.entries is None else score.entries.keys
-        steps = self.schedule(rule, None if entry_keys is None else entry_keys.size(2))
+        compressed_keys = None if score.compressed_kv is None else score.compressed_kv.keys
+        steps = self.schedule(rule, None if compressed_keys is None else compressed_keys.size(2))
         kernel = kernels.choose(self.plan.kernel, key, value, score)
         positions = partial(self._held_by, query.device)
-        if (span := tiled_layer.current()) is not None:
-            hold = partial(Held, steps, self.mesh.ring, heads, self.layout.local_len, self.mesh.attention_calls)
-            return span.attend(query, key, value, hold, kernel, score, positions)
-        make_exchange = partial(self._exchange, steps, entry_keys)
-        return attend(query, key, value, make_exchange, kernel, score, positions, heads, kept.current())
+        if (span := chunked_layer.current()) is not None:
+            make_host_kv = partial(
+                HostKV, steps, self.mesh.ring_group, heads, self.layout.local_len, self.mesh.attention_calls
+            )
+            return span.attend(query, key, value, make_host_kv, kernel, score, positions)
+        make_exchange = partial(self._exchange, steps, compressed_keys)
+        return attend(query, key, value, make_exchange, kernel, score, positions, heads, saved_attention.current())
 
     def mix(
-        self, function: Callable[..., torch.Tensor], given: Mapping[str, Any], dims: Mapping[str, str], out_dims: str
+        self,
+        function: Callable[..., torch.Tensor],
+        arguments: Mapping[str, Any],
+        dims: Mapping[str, str],
+        out_dims: str,
     ) -> torch.Tensor:
         """A function that mixes tokens inside of heads or channels, over the whole sequence: :func:`~ds_cp.recurrent.channels.mix`."""
-        return channels.mix(function, given, dims, out_dims, self.layout, self.mesh.cp, self.alone)
+        return channels.mix(function, arguments, dims, out_dims, self.layout, self.mesh.cp_group, self.per_document)
 
     def _held_by(self, device: torch.device, ring_rank: int) -> torch.Tensor:
         """Global positions of a ring shard's tokens, made once per batch."""
@@ -177,11 +185,13 @@ class Region:
             self._positions[ring_rank, device] = self.layout.positions(ring_rank, device)
         return self._positions[ring_rank, device]
 
-    def _exchange(self, steps: tuple[Step, ...], entry_keys: torch.Tensor | None, word: str) -> Exchange:
-        self.mesh.attention_calls[word] += 1
-        if entry_keys is None:
-            return PeerExchange(self.mesh.ring, steps, self.plan.ahead, word)
-        return WithEntries(PeerExchange(self.mesh.ring, steps[:-1], self.plan.ahead, word), steps, entry_keys)
+    def _exchange(self, steps: tuple[Step, ...], compressed_keys: torch.Tensor | None, phase: str) -> Exchange:
+        self.mesh.attention_calls[phase] += 1
+        if compressed_keys is None:
+            return PeerExchange(self.mesh.ring_group, steps, self.plan.ahead, phase)
+        return CompressedKVExchange(
+            PeerExchange(self.mesh.ring_group, steps[:-1], self.plan.ahead, phase), steps, compressed_keys
+        )
 
 
 @cache

@@ -67,7 +67,7 @@ EVERYTHING = Band(OPEN, OPEN)
 
 
 @dataclass(frozen=True)
-class Chunks(Rule):
+class ChunkedAttention(Rule):
     """Queries see their own chunk of ``size`` tokens, counted from the start of the document."""
 
     size: int

@@ -229,7 +229,7 @@ def _local_index(position: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
     return sum(np.clip(position - start, 0, stop - start) for start, stop in runs)
 
 
-EVERYONE = -1
+REPLICATED = -1
 """The source of rows that every rank holds whole."""
 
 
@@ -238,7 +238,7 @@ class Step:
     """One step of a rank's schedule.
 
     Attributes:
-        source: ring rank whose keys are used; the rank itself in step 0; :data:`EVERYONE`.
+        source: ring rank whose keys are used; the rank itself in step 0; :data:`REPLICATED`.
         target: ring rank that uses this rank's keys in the same step.
         rows: the source's rows that arrive, in its local indices.
         target_rows: this rank's rows that the target needs.
@@ -287,10 +287,10 @@ def _renumber(tile: Tile, rows: Sequence[Run]) -> Tile:
     return tile._replace(k_start=tile.k_start - shift, k_stop=tile.k_stop - shift)
 
 
-def with_entries(steps: Sequence[Step], batch: int, entries: int) -> tuple[Step, ...]:
+def with_compressed_kv(steps: Sequence[Step], batch: int, n_compressed: int) -> tuple[Step, ...]:
     """The schedule with one more step, for keys that every rank holds whole: all queries meet all of them, and a score rule
     hides what they do not see."""
     queries = count(steps[0].rows)
-    tiles = (Tile(0, batch, 0, queries, 0, entries, -OPEN, OPEN),) if entries and queries else ()
+    tiles = (Tile(0, batch, 0, queries, 0, n_compressed, -OPEN, OPEN),) if n_compressed and queries else ()
     first = replace(steps[0], derived={})  # the calls of all steps are kept with the first, and here is one step more
-    return first, *steps[1:], Step(EVERYONE, EVERYONE, ((0, entries),), (), tiles)
+    return first, *steps[1:], Step(REPLICATED, REPLICATED, ((0, n_compressed),), (), tiles)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ds_cp.agreement import BatchError
 from ds_cp.layout import Layout
 from ds_cp.mesh import Group
-from ds_cp.recurrent.alone import Alone
+from ds_cp.recurrent.per_document import PerDocument
 
 Range = tuple[int, int]
 Tensors = Sequence[torch.Tensor]
@@ -66,7 +66,7 @@ def _groups_of(heads: Range, width: int) -> Range:
 
 
 @dataclass(frozen=True)
-class Trade:
+class HeadExchange:
     """Tokens for heads and back: two linear maps of several tensors at once, each other's adjoint.
 
     Attributes:
@@ -80,7 +80,7 @@ class Trade:
     ranges: tuple[tuple[Range, ...], ...]
     sizes: tuple[int, ...]
 
-    def to_heads(self, tensors: Tensors, word: str) -> list[torch.Tensor]:
+    def to_heads(self, tensors: Tensors, phase: str) -> list[torch.Tensor]:
         """[B, L, heads, d] each to [B, S, heads of this rank, d]."""
         batch, length = tensors[0].shape[:2]
         parcels, counts = [], []
@@ -89,13 +89,13 @@ class Trade:
             parcels.append(_bytes(mine).flatten())
             counts.append(parcels[-1].numel())
         received = self.group.all_to_all(
-            torch.cat(parcels), counts, [counts[self.group.rank]] * self.group.size, f"{word} states"
+            torch.cat(parcels), counts, [counts[self.group.rank]] * self.group.size, f"{phase} states"
         )
         index = self.layout.unshard_index_on(received.device)
         rows = received.view(self.group.size * length, batch, -1).index_select(0, index)
         return _tensors(rows, tensors, [ranges[self.group.rank] for ranges in self.ranges])
 
-    def to_tokens(self, tensors: Tensors, word: str) -> list[torch.Tensor]:
+    def to_tokens(self, tensors: Tensors, phase: str) -> list[torch.Tensor]:
         """Back; what several ranks have of a head is summed, and padding is zero."""
         rows, length = _bytes(tensors), self.layout.local_len
         batch = rows.size(1)
@@ -107,7 +107,7 @@ class Trade:
         ]
         counts = [length * batch * width for width in widths]
         received = self.group.all_to_all(
-            shards.flatten(), [counts[self.group.rank]] * self.group.size, counts, f"{word} states"
+            shards.flatten(), [counts[self.group.rank]] * self.group.size, counts, f"{phase} states"
         )
         totals = []
         for x, ranges, size in zip(tensors, self.ranges, self.sizes):
@@ -146,7 +146,7 @@ def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trade: Trade, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, trade: HeadExchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.trade = trade
         return tuple(trade.to_heads(tensors, "forward"))
 
@@ -158,7 +158,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trade: Trade, out: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, trade: HeadExchange, out: torch.Tensor) -> torch.Tensor:
         ctx.trade = trade
         return trade.to_tokens([out], "forward")[0]
 
@@ -170,23 +170,23 @@ class _ToTokens(torch.autograd.Function):
 
 def mix(
     function: Callable[..., torch.Tensor],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     dims: Mapping[str, str],
     out_dims: str,
     layout: Layout,
     group: Group,
-    alone: Alone,
+    per_document: PerDocument,
 ) -> torch.Tensor:
     """Run a function that mixes tokens inside of heads on the whole sequence, each document by itself.
 
     Args:
-        function: takes ``given`` by name; looks back only.
-        given: its arguments, with tensors of this rank's tokens.
+        function: takes ``arguments`` by name; looks back only.
+        arguments: its arguments, with tensors of this rank's tokens.
         dims: by argument, the dims of a tensor, a letter each: b batch, l tokens, h heads, g groups of heads; anything
             else goes along. Without l it is a weight; with l but neither h nor g, all heads share it.
         out_dims: of what comes back.
         layout, group: how, and with whom, the sequence is shared.
-        alone: how each document runs by itself.
+        per_document: how each document runs by itself.
 
     Returns:
         As the function, for this rank's tokens.
@@ -194,8 +194,8 @@ def mix(
     Raises:
         BatchError: a tensor that is not in ``dims``.
     """
-    present = {name: letters for name, letters in dims.items() if isinstance(given.get(name), torch.Tensor)}
-    strange = [name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in present]
+    present = {name: letters for name, letters in dims.items() if isinstance(arguments.get(name), torch.Tensor)}
+    strange = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) and name not in present]
     if strange:
         raise BatchError(
             f"{function.__name__} gets {', '.join(strange)}, of which ds_cp does not know what belongs to which token: each rank "
@@ -204,29 +204,29 @@ def mix(
     per_token = {name: letters for name, letters in present.items() if "l" in letters}
     weights = {name: letters for name, letters in present.items() if "l" not in letters}
 
-    heads, groups = (_size(given, present, letter) for letter in "hg")
+    heads, groups = (_size(arguments, present, letter) for letter in "hg")
     shared_by_all = any(not {"h", "g"} & {*letters} for letters in per_token.values())
     split = Split.plan(heads, groups or (1 if shared_by_all else heads), group.size)
     mine = split.heads[group.rank]
 
-    tensors = [_canonical(given[name], letters) for name, letters in per_token.items()]
+    tensors = [_canonical(arguments[name], letters) for name, letters in per_token.items()]
     by_head = ["h" in letters for letters in per_token.values()]
     if split.repeat > 1:
         tensors = [x if h else x.repeat_interleave(split.repeat, 2) for x, h in zip(tensors, by_head)]
     ranges = tuple(split.heads if h else split.groups for h in by_head)
-    whole = _ToHeads.apply(Trade(layout, group, ranges, tuple(x.size(2) for x in tensors)), *tensors)
+    whole = _ToHeads.apply(HeadExchange(layout, group, ranges, tuple(x.size(2) for x in tensors)), *tensors)
 
     def run(heads: Range, parts: Tensors) -> torch.Tensor:
         """The function on [n, m, some heads, d] each."""
-        of_heads = {name: _of_heads(given[name], letters, heads) for name, letters in weights.items()}
+        of_heads = {name: _of_heads(arguments[name], letters, heads) for name, letters in weights.items()}
         native = {name: _native(x, letters).contiguous() for (name, letters), x in zip(per_token.items(), parts)}
-        return _canonical(function(**{**given, **of_heads, **native}), out_dims)
+        return _canonical(function(**{**arguments, **of_heads, **native}), out_dims)
 
     if mine[0] < mine[1]:
-        (out,) = alone.run(lambda *parts: [run(mine, parts)], *whole)
+        (out,) = per_document.run(lambda *parts: [run(mine, parts)], *whole)
     else:
-        out = _no_heads(run, whole, [_of_heads(given[name], letters, mine) for name, letters in weights.items()])
-    return _native(_ToTokens.apply(Trade(layout, group, (split.heads,), (heads,)), out), out_dims)
+        out = _no_heads(run, whole, [_of_heads(arguments[name], letters, mine) for name, letters in weights.items()])
+    return _native(_ToTokens.apply(HeadExchange(layout, group, (split.heads,), (heads,)), out), out_dims)
 
 
 def _no_heads(run: Callable, whole: Tensors, weights: Tensors) -> torch.Tensor:
@@ -242,8 +242,8 @@ def _of_heads(weight: torch.Tensor, dims: str, heads: Range) -> torch.Tensor:
     return weight.narrow(dims.index("h"), heads[0], heads[1] - heads[0])
 
 
-def _size(given: Mapping[str, Any], dims: Mapping[str, str], letter: str) -> int | None:
-    return next((given[name].size(at) for name, letters in dims.items() if (at := letters.find(letter)) >= 0), None)
+def _size(arguments: Mapping[str, Any], dims: Mapping[str, str], letter: str) -> int | None:
+    return next((arguments[name].size(at) for name, letters in dims.items() if (at := letters.find(letter)) >= 0), None)
 
 
 def _canonical(x: torch.Tensor, dims: str) -> torch.Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 def install() -> None:
-    """Everything that is process-wide; models are attached one by one (:mod:`.border`)."""
+    """Everything that is process-wide; models are attached one by one (:mod:`.attach`)."""
     from transformers import PreTrainedModel
 
     from ds_cp import patches
-    from ds_cp.patches.transformers import attention, border, trainer  # noqa: F401, all names that a model needs
+    from ds_cp.patches.transformers import attach, attention, trainer  # noqa: F401, all names that a model needs
     from ds_cp.patches.transformers.memory import recompute
 
     why = "checkpointed layers run in the region of their forward"

@@ -14,11 +14,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.attention.score import Dropout, Entries, Score, Term
+from ds_cp.attention.score import CompressedKVTerm, Dropout, Score, Term
 from ds_cp.attention.terms import Profiles
+from ds_cp.forward.ambient import current, current_task_head, is_running
 from ds_cp.forward.region import MaskDescriptor
-from ds_cp.forward.running import current, current_head, is_running
-from ds_cp.patches.transformers import masks, unshared
+from ds_cp.patches.transformers import masks, outside_region
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.models import indexed
 
@@ -75,11 +75,11 @@ def mask_forward(
     """A mask descriptor inside a region, SDPA's mask outside; before the decoder of a running model a promise of either."""
     region = current()
     if region is None:
-        make = unshared.mask_maker(kwargs.get("config"))
+        make = outside_region.mask_maker(kwargs.get("config"))
         given = kwargs | dict(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
         )
-        return masks.Deferred(make, given) if current_head() and not is_running() else make(**given)
+        return masks.Deferred(make, given) if current_task_head() and not is_running() else make(**given)
     if region.encoder_mask is not None and kwargs.get("attention_mask") is region.encoder_mask:
         return masks.cross_mask(mask_function, region)
     return masks.describe(mask_function, region, q_length, kv_length)
@@ -101,13 +101,13 @@ def attention_forward(
     if isinstance(attention_mask, MaskDescriptor):
         return _shared(*given, attention_mask, dropout, scaling, **kwargs), None
     if isinstance(attention_mask, masks.CrossMask):
-        return unshared.sdpa(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
+        return outside_region.sdpa(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
     if current() is not None and type(module).__name__ not in ACROSS_LAYERS:
         raise BatchError(
             f"{type(module).__name__} got {kind(attention_mask)} instead of the mask of the shared sequence: it would "
             "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
         )
-    return unshared.sdpa(*given, attention_mask, dropout, scaling, **kwargs)
+    return outside_region.sdpa(*given, attention_mask, dropout, scaling, **kwargs)
 
 
 def _shared(
@@ -126,7 +126,7 @@ def _shared(
     block_indices: torch.Tensor | None = None,
     terms: tuple[Term, ...] = (),
     query_scale: torch.Tensor | None = None,
-    entries: Entries | None = None,
+    compressed_kv: CompressedKVTerm | None = None,
     **others: Any,
 ) -> torch.Tensor:
     """Attention inside a region.
@@ -135,7 +135,7 @@ def _shared(
         s_aux: [H], a score per head without a value.
         sinks: [B, H, L, 1], the same per query.
         indices, block_indices: the keys, or blocks of keys, that the module's indexer has chosen (:func:`.indexed.choose`).
-        terms, query_scale, entries: from the forwards in :mod:`.models`.
+        terms, query_scale, compressed_kv: from the forwards in :mod:`.models`.
     """
     if not isinstance(position_bias, QueryBias):
         others["position_bias"], position_bias = position_bias, None
@@ -155,15 +155,17 @@ def _shared(
         terms=mask.terms + terms,
         dropout=Dropout(dropout, region.seed(layer)) if dropout else None,
         sinks=s_aux,
-        sinks_beside=sinks is not None,
-        entries=entries,
+        sinks_in_query=sinks is not None,
+        compressed_kv=compressed_kv,
     )
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
     # what a query alone decides on becomes further channels of it: so it travels with it, and so does its gradient
-    beside = [x.to(query.dtype) for x in (position_bias and position_bias.weights, sinks) if x is not None]
-    if beside:
-        query = torch.cat([query, *beside], dim=-1)
+    extra_query_channels = [
+        x.to(query.dtype) for x in (position_bias and position_bias.weights, sinks) if x is not None
+    ]
+    if extra_query_channels:
+        query = torch.cat([query, *extra_query_channels], dim=-1)
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         # as SDPA does it: rotary embeddings leave q and k in fp32 beside a v in the lower precision
         lower = torch.get_autocast_dtype(query.device.type)

@@ -8,7 +8,7 @@ from typing import Any, Mapping
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.head_call import HeadCall
+from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.mask.documents import Documents
 from ds_cp.patches.transformers import masks
 
@@ -37,38 +37,38 @@ def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, 
     return dict(bound)
 
 
-def with_assumed_mask(module: torch.nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+def with_assumed_mask(module: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the mask that a stack makes of its ids by itself, where it was given none (T5Gemma)."""
-    ids = given.get("input_ids")
-    if type(module).__name__ not in PADS_BY_ID or ids is None or mask_of(given) is not None:
-        return given
-    return given | {"attention_mask": (ids != module.config.pad_token_id).long()}
+    ids = arguments.get("input_ids")
+    if type(module).__name__ not in PADS_BY_ID or ids is None or mask_of(arguments) is not None:
+        return arguments
+    return arguments | {"attention_mask": (ids != module.config.pad_token_id).long()}
 
 
-def facts(given: Mapping[str, Any]) -> frozenset[str]:
+def facts(arguments: Mapping[str, Any]) -> frozenset[str]:
     """Which arguments about documents and positions a call was given."""
-    return frozenset(name for name in ("position_ids", *FLASH_FACTS) if given.get(name) is not None)
+    return frozenset(name for name in ("position_ids", *FLASH_FACTS) if arguments.get(name) is not None)
 
 
-def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: int, seq_len: int) -> None:
+def check_shapes(arguments: Mapping[str, Any], labels: torch.Tensor | None, batch: int, seq_len: int) -> None:
     """Refuse tensors per token that are not as long as the sequence, before anybody waits for this rank.
 
     Raises:
         BatchError: names the argument and both shapes.
     """
-    tokens = tokens_of(given)
-    if tokens.dim() != (3 if given.get("input_ids") is None else 2):
+    tokens = tokens_of(arguments)
+    if tokens.dim() != (3 if arguments.get("input_ids") is None else 2):
         raise BatchError(
             f"the tokens have shape {tuple(tokens.shape)}; ds_cp shares [B, S] ids or [B, S, hidden] embeddings."
         )
-    positions, index = given.get("position_ids"), given.get("seq_idx")
+    positions, index = arguments.get("position_ids"), arguments.get("seq_idx")
     per_token = {
         "position_ids": positions,
         "seq_idx": index,
         "labels": labels,
-        "shift_labels": given.get("shift_labels"),
-        "token_type_ids": given.get("token_type_ids"),
-        "langs": given.get("langs"),
+        "shift_labels": arguments.get("shift_labels"),
+        "token_type_ids": arguments.get("token_type_ids"),
+        "langs": arguments.get("langs"),
     }
     for name, value in per_token.items():
         if value is None:
@@ -81,32 +81,32 @@ def check_shapes(given: Mapping[str, Any], labels: torch.Tensor | None, batch: i
                 f"{name} has shape {tuple(value.shape)} for a batch of {batch} x {seq_len} tokens: each rank would cut other "
                 "tokens than you meant."
             )
-    boundaries = given.get("cu_seq_lens_q")
+    boundaries = arguments.get("cu_seq_lens_q")
     if boundaries is not None and boundaries.dim() != 1:
         raise BatchError(
             f"cu_seq_lens_q has shape {tuple(boundaries.shape)}; it is a list of borders, [documents + 1]."
         )
 
 
-def contents(given: Mapping[str, Any], call: HeadCall) -> list[torch.Tensor]:
+def contents(arguments: Mapping[str, Any], call: TaskHeadCall) -> list[torch.Tensor]:
     """What must be equal on all ranks of a group: every integer of the batch, in masks that the model makes early too.
     Embeddings are not compared, for floats may differ by rounding where they were computed; the ids that the head made
     them from are."""
     found: list[torch.Tensor] = []
-    for _, value in sorted(given.items()):
+    for _, value in sorted(arguments.items()):
         if isinstance(value, torch.Tensor):
             found.append(value)
         masks.change_deferred(value, lambda mask: found.extend(mask.tensors()))
     return found + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
 
 
-def refuse_lost_facts(told: frozenset[str], given: Mapping[str, Any]) -> None:
+def refuse_lost_facts(batch_facts: frozenset[str], arguments: Mapping[str, Any]) -> None:
     """Raise when a head was told of documents or positions and its decoder was not (bloom, mpt).
 
     Raises:
         BatchError: names the arguments.
     """
-    lost = sorted(told - facts(given))
+    lost = sorted(batch_facts - facts(arguments))
     if lost:
         raise BatchError(
             f"the model does not pass {', '.join(lost)} on to its decoder, so packed documents would see each other (they do "
@@ -114,32 +114,32 @@ def refuse_lost_facts(told: frozenset[str], given: Mapping[str, Any]) -> None:
         )
 
 
-def tokens_of(given: Mapping[str, Any]) -> torch.Tensor:
+def tokens_of(arguments: Mapping[str, Any]) -> torch.Tensor:
     """Ids [B, S], or where there are none embeddings [B, S, hidden].
 
     Raises:
         BatchError: there is neither.
     """
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     if tokens is None:
         raise BatchError("the decoder got neither input_ids nor inputs_embeds, so there is no sequence to share.")
     return tokens
 
 
-def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
+def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
     """(B, S) of the batch."""
-    tokens = tokens_of(given)
+    tokens = tokens_of(arguments)
     return tokens.shape[0], tokens.shape[1]
 
 
-def cache_of(given: Mapping[str, Any]) -> Any:
+def cache_of(arguments: Mapping[str, Any]) -> Any:
     """The cache that the caller handed over, by whichever name the model takes it."""
-    return given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    return arguments.get("cache") if arguments.get("cache") is not None else arguments.get("past_key_values")
 
 
-def mask_of(given: Mapping[str, Any]) -> Any:
+def mask_of(arguments: Mapping[str, Any]) -> Any:
     """The attention mask as the caller gave it, also where the model has made masks of it already, one per kind of layer."""
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     made: list[masks.Deferred] = []
     masks.change_deferred(mask, made.append)
     if made:
@@ -149,10 +149,10 @@ def mask_of(given: Mapping[str, Any]) -> Any:
     return mask
 
 
-def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
+def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
     """Documents and padding from positions, 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``."""
-    mask = mask_of(given)
-    if whole_mask(given, batch, seq_len) is not None:
+    mask = mask_of(arguments)
+    if whole_mask(arguments, batch, seq_len) is not None:
         return Documents.find(batch, seq_len)  # it says everything, as in transformers: packing and padding too
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
@@ -163,11 +163,11 @@ def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
         )
     if mask is not None and tuple(mask.shape) != (batch, seq_len):
         raise BatchError(f"attention_mask has shape {tuple(mask.shape)} for a batch of {batch} x {seq_len} tokens.")
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     if positions is not None and positions.dim() == 3:
         positions = positions[0] if positions.size(0) == 4 else None
-    boundaries = given.get("cu_seq_lens_q")
-    keys = given.get("cu_seq_lens_k")
+    boundaries = arguments.get("cu_seq_lens_q")
+    keys = arguments.get("cu_seq_lens_k")
     if boundaries is not None and keys is not None and not torch.equal(boundaries, keys):
         raise BatchError("cu_seq_lens_q and cu_seq_lens_k differ; a decoder's queries and keys are the same tokens.")
     return Documents.find(
@@ -176,13 +176,13 @@ def documents(given: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
         positions=_numpy(positions),
         unmasked=None if mask is None else _numpy(mask) != 0,
         boundaries=_numpy(boundaries),
-        seq_idx=_numpy(given.get("seq_idx")),
+        seq_idx=_numpy(arguments.get("seq_idx")),
     )
 
 
-def whole_mask(given: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
+def whole_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
     """A mask [B or 1, H or 1, S, S] that the user made; every rank holds it whole and cuts it per tile."""
-    mask = mask_of(given)
+    mask = mask_of(arguments)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
         return None
     if mask.requires_grad:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.head_call import HeadCall
+from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.patches.transformers.models import positions
 
 BY_IDS = ("embed_tokens_per_layer",)
@@ -59,17 +59,17 @@ def position_tables(stack: nn.Module) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def check(stack: nn.Module, tables: tuple[str, ...], given: Mapping[str, Any], call: HeadCall) -> None:
+def check(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any], call: TaskHeadCall) -> None:
     """Compare what a stack looks up, and the loss of its head, with what their tables hold.
 
     Args:
         tables: names of the stack's tables of positions.
-        given: the stack's arguments by name, of the whole batch.
+        arguments: the stack's arguments by name, of the whole batch.
 
     Raises:
         BatchError: names the argument, the number and the table.
     """
-    refuse([*_by_token(stack, given), *_by_position(stack, tables, given), *_by_label(call)])
+    refuse([*_by_token(stack, arguments), *_by_position(stack, tables, arguments), *_by_label(call)])
 
 
 def refuse(lookups: list[Lookup]) -> None:
@@ -98,7 +98,7 @@ def _extremes(numbers: list[Numbers]) -> list[tuple[int, int]]:
     return [each or (0, 0) for each in found]
 
 
-def _by_token(stack: nn.Module, given: Mapping[str, Any]) -> Iterator[Lookup]:
+def _by_token(stack: nn.Module, arguments: Mapping[str, Any]) -> Iterator[Lookup]:
     word = stack.get_input_embeddings() if hasattr(stack, "get_input_embeddings") else None
     asked = [
         ("input_ids", "the vocabulary", word),
@@ -108,25 +108,25 @@ def _by_token(stack: nn.Module, given: Mapping[str, Any]) -> Iterator[Lookup]:
         tables = [(argument, path, table) for path in paths if (table := _submodule(stack, path)) is not None]
         asked.append(tables[0] if tables else (argument, "the vocabulary", word))
     for argument, name, module in asked:
-        numbers, table = given.get(argument), _embedding_in(module)
+        numbers, table = arguments.get(argument), _embedding_in(module)
         if table is not None and isinstance(numbers, torch.Tensor) and not numbers.is_floating_point():
             yield Lookup(argument, numbers, 0, table.num_embeddings - 1, name)
 
 
-def _by_position(stack: nn.Module, tables: tuple[str, ...], given: Mapping[str, Any]) -> Iterator[Lookup]:
-    name = "position_ids" if given.get("position_ids") is not None else "the count of its positions"
+def _by_position(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any]) -> Iterator[Lookup]:
+    name = "position_ids" if arguments.get("position_ids") is not None else "the count of its positions"
     for path in tables:
         parent, _, last = path.rpartition(".")
         owner = stack.get_submodule(parent)
         table = getattr(owner, last)
         if isinstance(table, torch.Tensor):  # a buffer, which may be asked from behind
-            yield Lookup(name, positions.asked(owner, None, given), -table.size(0), table.size(0) - 1, path)
+            yield Lookup(name, positions.asked(owner, None, arguments), -table.size(0), table.size(0) - 1, path)
         elif (inner := _embedding_in(table)) is not None:
             first = -getattr(inner, "offset", 0)
-            yield Lookup(name, positions.asked(owner, inner, given), first, inner.num_embeddings + first - 1, path)
+            yield Lookup(name, positions.asked(owner, inner, arguments), first, inner.num_embeddings + first - 1, path)
 
 
-def _by_label(call: HeadCall) -> Iterator[Lookup]:
+def _by_label(call: TaskHeadCall) -> Iterator[Lookup]:
     if call.targets is not None and call.vocab and not call.targets.is_floating_point():
         yield of_labels(call.targets, call.vocab, call.ignore_index)
 

@@ -19,7 +19,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Term
 from ds_cp.attention.terms import Computed, Whole
 from ds_cp.forward.region import MaskDescriptor, Region
-from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, Chunks, Rule
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, ChunkedAttention, Rule
 from ds_cp.patches.transformers.models.code import closed_over
 
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
@@ -31,7 +31,7 @@ KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
     # gemma3's and step3p7's own: the window does not count its edge
     "_bidirectional_window_overlay": lambda held, region: Band(held["sliding_window"] - 1, held["sliding_window"] - 1),
     # counted from the start of the document, which is where the left padding ends
-    "chunked_overlay": lambda held, region: Chunks(held["chunk_size"]),
+    "chunked_overlay": lambda held, region: ChunkedAttention(held["chunk_size"]),
     "blockwise_overlay": lambda held, region: Blocks.of(
         _whole(held["block_sequence_ids"], region).detach().cpu().numpy()
     ),
@@ -58,8 +58,8 @@ class Deferred:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that it knows of the batch: the padding and what its function looks up."""
-        given = [value for value in self.arguments.values() if isinstance(value, torch.Tensor)]
-        return given + _tensors_of(self.arguments["mask_function"])
+        arguments = [value for value in self.arguments.values() if isinstance(value, torch.Tensor)]
+        return arguments + _tensors_of(self.arguments["mask_function"])
 
     def bind(self, region: Region) -> MaskDescriptor:
         """The descriptor for a region that holds the same tokens."""

@@ -9,7 +9,7 @@ from typing import Any, Callable
 import torch
 
 from ds_cp import patches
-from ds_cp.forward.running import current
+from ds_cp.forward.ambient import current
 
 
 def install() -> None:

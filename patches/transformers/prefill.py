@@ -92,11 +92,11 @@ class NoCache:
         return self.layers[index]
 
 
-def caches(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
+def caches(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Whether one process would return a cache from this call of a decoder."""
     if not getattr(module.config, "is_decoder", True):
         return False
-    wanted = given.get("use_cache")
+    wanted = arguments.get("use_cache")
     wanted = getattr(module.config, "use_cache", False) if wanted is None else wanted
     checkpointed = getattr(module, "gradient_checkpointing", False) and module.training and torch.is_grad_enabled()
     return bool(wanted) and not checkpointed
@@ -122,13 +122,13 @@ def _keeps_its_keys(kind: type) -> bool:
     return found is not None and (found.of, found.method, found.fills_cache) == ("attention", "forward", False)
 
 
-def empty_cache(module: torch.nn.Module, given: Mapping[str, Any]) -> DynamicCache | None:
+def empty_cache(module: torch.nn.Module, arguments: Mapping[str, Any]) -> DynamicCache | None:
     """The cache to fill, where a call with a cache is a prefill that can be shared; None where it runs whole."""
-    mask = batches.mask_of(given)
-    cache = batches.cache_of(given)
-    if torch.is_grad_enabled() or any(given.get(name) is not None for name in batches.SECOND):
+    mask = batches.mask_of(arguments)
+    cache = batches.cache_of(arguments)
+    if torch.is_grad_enabled() or any(arguments.get(name) is not None for name in batches.SECOND):
         return None
-    if batches.shape_of(given)[1] < SHORTEST or not (
+    if batches.shape_of(arguments)[1] < SHORTEST or not (
         mask is None or isinstance(mask, torch.Tensor) and mask.dim() == 2
     ):
         return None

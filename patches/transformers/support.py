@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
-from ds_cp.forward.head_call import HeadCall
-from ds_cp.patches.transformers import anatomy, neftune, verified
+from ds_cp.forward.task_head import TaskHeadCall
+from ds_cp.patches.transformers import neftune, structure, verified
 from ds_cp.patches.transformers.models import families, layers, rope
 from ds_cp.planner import ModelFacts
 
@@ -50,7 +50,7 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
     Raises:
         ConfigError: the model, a layer kind or a setting would train wrong; names it and says why.
     """
-    stacks = [(stack, anatomy.stack_config(model, stack)) for stack in anatomy.find_stacks(model)]
+    stacks = [(stack, structure.stack_config(model, stack)) for stack in structure.find_stacks(model)]
     problems = [*dict.fromkeys(problem for stack, config in stacks for problem in _problems(model, stack, config))]
     types = dict.fromkeys([*(config.model_type for _, config in stacks), model.config.model_type])
     for unknown in () if unverified == "allow" else [name for name in types if name not in VERIFIED]:
@@ -63,19 +63,19 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
         name = type(model).__name__
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{name} cannot be shared exactly:\n{listed}\nNothing was started.")
-    return anatomy.facts(model, [config for _, config in stacks])
+    return structure.facts(model, [config for _, config in stacks])
 
 
-def refuse_call(decoder: torch.nn.Module, given: Mapping[str, Any], call: HeadCall) -> None:
+def refuse_call(decoder: torch.nn.Module, arguments: Mapping[str, Any], call: TaskHeadCall) -> None:
     """Raise for what a single call asks for and a shard cannot give.
 
     Raises:
         BatchError: names it.
     """
-    attentions = given.get("output_attentions")
+    attentions = arguments.get("output_attentions")
     if attentions or (attentions is None and getattr(decoder.config, "output_attentions", False)):
         raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
-    if type(decoder).__name__ == "T5GemmaEncoder" and given.get("attention_mask") is None:
+    if type(decoder).__name__ == "T5GemmaEncoder" and arguments.get("attention_mask") is None:
         raise BatchError(
             "T5Gemma's encoder got no attention_mask: it would hide padding from itself but show it to the decoder, and what "
             "tokens of padding hold that see no key is not defined. Pass the mask, of ones where there is no padding."
@@ -143,7 +143,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
     if (
         not recurrent
         and not alone
-        and not (layers.attends(decoder) and any(map(anatomy.heads, anatomy.layer_configs(config))))
+        and not (layers.attends(decoder) and any(map(structure.heads, structure.layer_configs(config))))
     ):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):

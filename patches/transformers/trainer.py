@@ -9,9 +9,10 @@ from typing import Any, Callable
 import torch
 
 from ds_cp import patches
-from ds_cp.patches import groups, rollouts
+from ds_cp.patches import data_parallel
 from ds_cp.patches.transformers import neftune
-from ds_cp.patches.transformers.losses import smoothing
+from ds_cp.patches.transformers.losses import label_smoothing
+from ds_cp.patches.trl import rollouts
 
 
 def install() -> None:
@@ -44,17 +45,17 @@ def _install_trainer() -> None:
     patches.replace(Trainer, "evaluate", _evaluating, why, "speed_metrics")
     patches.replace(Trainer, "predict", _evaluating, why, "speed_metrics")
     patches.replace(trainer, "speed_metrics", _speed, why, "num_samples", "num_steps")
-    smoothing.install()
+    label_smoothing.install()
     neftune.install()
 
 
 def _config_process(original: Callable) -> Callable:
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
-        size = groups.size_of(self.config)
+        size = data_parallel.size_of(self.config)
         _install_trainer()
         rollouts.install_for(args, size)
-        return original(self, groups.of_arguments(args, size), *rest, **kwargs)
+        return original(self, data_parallel.of_arguments(args, size), *rest, **kwargs)
 
     return trainer_config_process
 
@@ -106,7 +107,7 @@ def _sampler(original: Callable) -> Callable:
         size, own = _size(self), self.args
         if size == 1:
             return original(self, *args, **kwargs)
-        self.args = groups.of_arguments(own, size)
+        self.args = data_parallel.of_arguments(own, size)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -138,7 +139,7 @@ def _gathering(original: Callable) -> Callable:
     def evaluation_loop(self, *args, **kwargs):
         size, gather = _size(self), self.gather_function
         if size > 1 and getattr(gather, "__func__", None) is type(self.accelerator).gather:
-            self.gather_function = lambda data: groups.first_of_each(gather(data), size)
+            self.gather_function = lambda data: data_parallel.first_of_each(gather(data), size)
         return original(self, *args, **kwargs)
 
     return evaluation_loop
@@ -148,7 +149,7 @@ def _speed(original: Callable) -> Callable:
     @functools.wraps(original)
     def speed_metrics(split, start_time, num_samples=None, num_steps=None, num_tokens=None):
         if _evaluated and num_samples and num_steps and _size(_evaluated[-1]) > 1:
-            args = groups.of_arguments(_evaluated[-1].args, _size(_evaluated[-1]))
+            args = data_parallel.of_arguments(_evaluated[-1].args, _size(_evaluated[-1]))
             num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
         return original(split, start_time, num_samples, num_steps, num_tokens)
 
@@ -156,4 +157,4 @@ def _speed(original: Callable) -> Callable:
 
 
 def _size(trainer: Any) -> int:
-    return groups.size_of_arguments(trainer.args)
+    return data_parallel.cp_size_of_arguments(trainer.args)

@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from ds_cp.attention import in_process, kernels
+from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels import available
 from ds_cp.attention.merge import merge
 from ds_cp.attention.score import Score
+from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN, Band, Rule

@@ -36,7 +36,7 @@ from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import Pair, as_heads, as_rows
 from ds_cp.attention.kernels import available
-from ds_cp.attention.merge import fused, in_passes
+from ds_cp.attention.merge import fused, merge_eager
 from ds_cp.attention.score import Score
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
@@ -89,19 +89,19 @@ def rate(sizes: Sizes, device: str) -> float:
     return 2 * sizes.matrix**3 / seconds(lambda: a @ b, device, 10) / 1e12
 
 
-class Alone:
+class PerDocument:
     """The exchange of a rank whose neighbours' rows, and whose gradients on their way home, lie on the card already."""
 
     def __init__(self, steps: Sequence[Step], arrived: torch.Tensor, home: torch.Tensor):
         self.steps, self._arrived, self._home = steps, arrived, home
 
-    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         as_rows(key, value)
         yield self.steps[0], key, value
         for step in self.steps[1:]:
             yield step, *as_heads(self._arrived[: count(step.rows)], key.size(-1))
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
         start = 0
         for run in step.target_rows:
             stop = start + run[1] - run[0]
@@ -153,7 +153,7 @@ def share(sizes: Sizes, ranks: int, rank: int, kernel: Any, device: str) -> tupl
 
     def run(kernel: Any) -> None:
         q.grad = k.grad = v.grad = None
-        attend(q, k, v, lambda word: Alone(steps, arrived, home), kernel, score).backward(grad_out)
+        attend(q, k, v, lambda word: PerDocument(steps, arrived, home), kernel, score).backward(grad_out)
 
     whole = seconds(lambda: run(kernel), device)
     recorded = Recorded(kernel)
@@ -184,7 +184,7 @@ def merges(sizes: Sizes, device: str) -> Iterator[dict[str, Any]]:
     lse, part_lse = (torch.randn(1, heads, length, device=device) for _ in range(2))
     part = part.bfloat16()
     moved = out.numel() * (4 + 4 + 2) + lse.numel() * 12
-    for name, function in (("pass by pass", in_passes), ("fused", fused)):
+    for name, function in (("pass by pass", merge_eager), ("fused", fused)):
         with torch.no_grad():
             took = seconds(partial(function, out, lse, part, part_lse), device, 10)
         yield {"merge": name, "ms": took * 1e3, "GB/s": moved / took / 1e9}

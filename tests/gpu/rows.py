@@ -61,9 +61,9 @@ def train(shape: TrainShape, asked: dict[str, Any] | None, device: str) -> tuple
     model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if asked is not None:
         from ds_cp.config import read
-        from ds_cp.patches.transformers import border
+        from ds_cp.patches.transformers import attach
 
-        border.attach(model, read({"size": 1, "method": "ring"} | asked))
+        attach.attach(model, read({"size": 1, "method": "ring"} | asked))
     adam, loss = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False), None
     try:
         for tokens in (min(64, shape.seq_len), shape.seq_len):

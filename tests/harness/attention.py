@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_cp.attention import in_process, kernels
+from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
+from ds_cp.cli.bench import in_process
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.schedule import schedule
 from ds_cp.mesh import Group

@@ -148,22 +148,22 @@ def _exact_in_double(model, method, batch, error):
 
 def shared_forwards(model):
     """How many forwards of an attached model were shared so far."""
-    from ds_cp.patches.transformers import border
+    from ds_cp.patches.transformers import attach
 
-    return border.attachment(model).forwards
+    return attach.attachment(model).forwards
 
 
 def refused_at_start(model_type):
     """The refusal of a model of real size, built without memory: start-up looks at modules, not at numbers."""
     from ds_cp.config import ConfigError
-    from ds_cp.patches.transformers import anatomy, support
+    from ds_cp.patches.transformers import structure, support
 
     try:
         model = empty_model(model_type)
     except Exception:  # transformers itself cannot build it
         return None
     try:
-        support.examine(model, anatomy.find_decoder(model), "allow")
+        support.examine(model, structure.find_decoder(model), "allow")
     except ConfigError as error:
         return Outcome(model_type, "refused", _reason(error))
     return None

@@ -6,10 +6,10 @@ from harness.batches import BatchSpec
 
 def per_token(spec, config, checkpointing, lengths):
     """Bytes that a token more on this rank adds to a step's peak."""
+    from ds_cp.chunked import cross_entropy
     from ds_cp.cli.bench.probes import PeakStorages
-    from ds_cp.tiled import loss
 
-    loss.TILE_BYTES = 1 << 12  # what layers hold is looked at here
+    cross_entropy.TILE_BYTES = 1 << 12  # what layers hold is looked at here
     model = subject.changed_model(spec, config).train()
     if checkpointing:
         subject.enable_checkpointing(model, checkpointing)

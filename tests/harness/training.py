@@ -11,7 +11,7 @@ LLAMA = ModelSpec("llama")
 ROWS = 12
 
 
-class Rows(torch.utils.data.Dataset):
+class RowSlice(torch.utils.data.Dataset):
     """Rows of different length, padded by the collator; fixed by their index."""
 
     def __init__(self, size=ROWS):
@@ -74,7 +74,7 @@ def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, data
     model = models.build(spec)  # before the arguments: afterwards zero.Init would shard it while it is made
     args = arguments(folder, ds_config, **more)
     trainer = Trainer(
-        model=model, args=args, train_dataset=Rows() if data is None else data, eval_dataset=type(data)(ROWS) if isinstance(data, Rows) else Rows(),
+        model=model, args=args, train_dataset=RowSlice() if data is None else data, eval_dataset=type(data)(ROWS) if isinstance(data, RowSlice) else RowSlice(),
         data_collator=collator,
         compute_loss_func=loss,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Iterable, Protocol, Sequence
 import torch
 
 from ds_cp.attention.kernels.windows import Launch
-from ds_cp.attention.score import Score, Where
+from ds_cp.attention.score import Score, TileCoordinates
 from ds_cp.mask.schedule import Step, Tile
 
 Work = Tile | Launch
@@ -31,7 +31,7 @@ class Kernel(Protocol):
     def lower(self, tile: Tile) -> Iterable[Tile]:
         """Split a tile into tiles whose bands this kernel runs natively."""
 
-    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Work]:
+    def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Work]:
         """Join lowered tiles that one call computes; a kernel that cannot returns the tiles."""
 
     def forward(
@@ -41,7 +41,7 @@ class Kernel(Protocol):
         v: torch.Tensor,
         work: Work,
         score: Score,
-        where: Where | None = None,
+        coordinates: TileCoordinates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, m, dv], lse) of the work's tiles, each inside its band.
 
@@ -59,7 +59,7 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         work: Work,
         score: Score,
-        where: Where | None = None,
+        coordinates: TileCoordinates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Its share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
 
@@ -100,5 +100,5 @@ def work(step: Step, kernel: Kernel, device: torch.device) -> Sequence[Work]:
     key = kernel, device
     if key not in step.derived:
         lowered = [piece for tile in step.tiles for piece in kernel.lower(tile)]
-        step.derived[key] = kernel.group(lowered, device)
+        step.derived[key] = kernel.launches(lowered, device)
     return step.derived[key]

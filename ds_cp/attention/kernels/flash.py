@@ -7,7 +7,7 @@ from typing import Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
-from ds_cp.attention.kernels.windows import Launch, fit, group
+from ds_cp.attention.kernels.windows import Launch, fit, launches
 from ds_cp.attention.score import Score
 from ds_cp.mask.schedule import Tile
 
@@ -37,21 +37,21 @@ class FlashKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return fit(tile)
 
-    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Launch]:
-        return group(tiles, device, self.varlen)
+    def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Launch]:
+        return launches(tiles, device, self.varlen)
 
     def widths(self, dim: int, value_dim: int) -> tuple[int, int]:
         """The head dims of q and k, and of v, that the package runs: multiples of 8, equal."""
         width = -(-max(dim, value_dim) // 8) * 8
         return width, width
 
-    def forward(self, q, k, v, launch, score, where=None):
+    def forward(self, q, k, v, launch, score, coordinates=None):
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         rows = [_rows(x, width, launch) for x, width in ((q, dim), (k, dim), (v, value_dim))]
         out, lse = self.run_forward(*rows, launch, score)
         return _heads(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.several else lse
 
-    def backward(self, grad_out, q, k, v, out, lse, launch, score, where=None):
+    def backward(self, grad_out, q, k, v, out, lse, launch, score, coordinates=None):
         dim, value_dim = self.widths(q.size(-1), v.size(-1))
         q_rows, k_rows = _rows(q, dim, launch), _rows(k, dim, launch)
         v_rows, out_rows, grad_rows = (_rows(x, value_dim, launch) for x in (v, out, grad_out))

@@ -21,29 +21,29 @@ class ReferenceKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return blocks(tile, BLOCK)
 
-    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Tile]:
+    def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Tile]:
         return tiles
 
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return True
 
-    def forward(self, q, k, v, work, score, where=None):
-        scores = _hidden(score.apply(_products(q, k), where), work)
+    def forward(self, q, k, v, work, score, coordinates=None):
+        scores = _hidden(score.apply(_products(q, k), coordinates), work)
         lse = torch.logsumexp(scores, dim=-1)
-        probabilities = score.dropped(_probabilities(scores, lse), where)
+        probabilities = score.dropped(_probabilities(scores, lse), coordinates)
         return _by_group(probabilities, v.to(probabilities.dtype)), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
+    def backward(self, grad_out, q, k, v, out, lse, work, score, coordinates=None):
         products = _products(q, k)
-        probabilities = _probabilities(_hidden(score.apply(products, where), work), lse)
+        probabilities = _probabilities(_hidden(score.apply(products, coordinates), work), lse)
         q, k, v, grad_out, out = (x.to(probabilities.dtype) for x in (q, k, v, grad_out, out))
-        d_probabilities = score.dropped(_by_group(grad_out, v.transpose(-1, -2)), where)
+        d_probabilities = score.dropped(_by_group(grad_out, v.transpose(-1, -2)), coordinates)
         d_scores = probabilities * (d_probabilities - (grad_out * out).sum(-1, keepdim=True))
-        score.collect(d_scores, where)
+        score.collect(d_scores, coordinates)
         d_products = d_scores * score.slope(products)
         dq = _by_group(d_products, k)
         dk = _sum_groups(d_products.transpose(-1, -2) @ q, k.size(1))
-        dv = _sum_groups(score.dropped(probabilities, where).transpose(-1, -2) @ grad_out, v.size(1))
+        dv = _sum_groups(score.dropped(probabilities, coordinates).transpose(-1, -2) @ grad_out, v.size(1))
         return dq, dk, dv
 
 

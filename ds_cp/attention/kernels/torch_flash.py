@@ -20,7 +20,7 @@ MANY_KEYS = 4096
 of queries reads all of them again."""
 
 
-class Alike(NamedTuple):
+class TileBatch(NamedTuple):
     """Tiles of one shape and band that follow each other, for one call as a batch; indexes like what covers them.
 
     Attributes:
@@ -50,7 +50,7 @@ class TorchKernel:
     def lower(self, tile: Tile) -> Iterable[Tile]:
         return lower(tile)
 
-    def group(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Alike]:
+    def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[TileBatch]:
         """Documents of one length, or the squares of a window, as a batch each."""
         shapes: dict[tuple[int, ...], list[Tile]] = defaultdict(list)
         for tile in tiles:
@@ -61,7 +61,7 @@ class TorchKernel:
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return q.device.type == "cpu" and not score.extras
 
-    def forward(self, q, k, v, work, score, where=None):
+    def forward(self, q, k, v, work, score, coordinates=None):
         flip, times = work.lo == 0, work.times
         q, k, v = _stacked(times, q, k, v)
         if flip:
@@ -75,7 +75,7 @@ class TorchKernel:
         out, lse = _in_a_row(times, *(_flipped(out, lse.unsqueeze(-1)) if flip else (out, lse.unsqueeze(-1))))
         return out, lse.squeeze(-1)
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score, where=None):
+    def backward(self, grad_out, q, k, v, out, lse, work, score, coordinates=None):
         flip, times = work.lo == 0, work.times
         if times > 1:
             grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
@@ -127,9 +127,9 @@ def _backward_cpu(grad_out, q, k, v, out, lse, causal, scale):
     )
 
 
-def _runs(tiles: Sequence[Tile]) -> Iterable[Alike]:
+def _runs(tiles: Sequence[Tile]) -> Iterable[TileBatch]:
     """Sorted tiles of one shape and band, joined where the queries and keys of each lie right behind the last one's."""
-    last: Alike | None = None
+    last: TileBatch | None = None
     for tile in tiles:
         one_row = tile.batch_stop - tile.batch_start == 1
         if last and one_row and (last.q_stop, last.k_stop) == (tile.q_start, tile.k_start):
@@ -137,7 +137,7 @@ def _runs(tiles: Sequence[Tile]) -> Iterable[Alike]:
             continue
         if last:
             yield last
-        last = Alike(*tile, times=1)
+        last = TileBatch(*tile, times=1)
     if last:
         yield last
 

@@ -102,7 +102,7 @@ def _only(tile: Tile, q0: int, q1: int, k0: int, k1: int, lo: int | None = None,
     )
 
 
-def group(tiles: Sequence[Tile], device: torch.device, varlen: bool = True) -> list[Launch]:
+def launches(tiles: Sequence[Tile], device: torch.device, varlen: bool = True) -> list[Launch]:
     """Join neighbours that one window draws, for example the documents of a packed row, causal each.
 
     A tile with more than one batch row, one query or many more queries than keys stays alone: its rows do not follow

@@ -159,7 +159,7 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
             region.attend(q, k, v, CAUSAL, Score(shape.head_dim**-0.5)).backward(grad)
 
         def sent(mesh: Mesh) -> int:
-            return mesh.ring.sent.total() + mesh.ulysses.sent.total()
+            return mesh.ring_group.sent.total() + mesh.ulysses_group.sent.total()
 
         forward = exchanged_bytes(plan.ring, plan.ulysses, region.layout.local_len, heads, (shape.head_dim,) * 2, 4)
         full = forward * (

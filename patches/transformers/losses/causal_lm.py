@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ds_cp.forward.running import current_head
+from ds_cp.forward.ambient import current_task_head
 from ds_cp.loss import causal_lm_loss, shift_left
-from ds_cp.patches import liger, trl
+from ds_cp.patches import liger
+from ds_cp.patches.trl import fused_head
 
 
 def attach(head: torch.nn.Module) -> Callable[[], None]:
@@ -46,12 +47,12 @@ def shared_loss(
     **kwargs: Any,
 ) -> torch.Tensor:
     """``ForCausalLMLoss``; when the head kept them local, the logits are local, labels are full-length and shifted here."""
-    head_call = current_head()
-    if head_call is None or head_call.region is None:
+    task_head_call = current_task_head()
+    if task_head_call is None or task_head_call.region is None:
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    head_call.consumed = True
+    task_head_call.consumed = True
     targets = shift_left(labels, ignore_index) if shift_labels is None else shift_labels
-    return causal_lm_loss(logits, targets, head_call.region, num_items_in_batch, ignore_index)
+    return causal_lm_loss(logits, targets, task_head_call.region, num_items_in_batch, ignore_index)
 
 
 def keeps_local(head: torch.nn.Module) -> bool:
@@ -62,7 +63,7 @@ def keeps_local(head: torch.nn.Module) -> bool:
 def _calls_loss_function(head: torch.nn.Module) -> bool:
     if not isinstance(head, PreTrainedModel):
         return False
-    forward = trl.plain_forward(head) or type(head).forward
+    forward = fused_head.plain_forward(head) or type(head).forward
     forward = inspect.unwrap(getattr(forward, "__func__", forward))
     # a forward of the user's own may do anything with the hidden states
     known = getattr(forward, "__module__", "").startswith(("transformers.models.", liger.FORWARDS))

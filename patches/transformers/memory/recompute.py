@@ -3,7 +3,7 @@ not.
 
 Every layer of transformers is checkpointed by its attribute ``_gradient_checkpointing_func``, whoever sets it and when:
 the model, Trainer, or the user with another kind of checkpointing. Before each forward what stands there is wrapped, so
-that each run of a layer knows its region, and has something to keep its attention in (:mod:`ds_cp.attention.kept`). A
+that each run of a layer knows its region, and has something to keep its attention in (:mod:`ds_cp.attention.saved_attention`). A
 checkpoint around anything else recomputes all of it, as ever, and layers that get no mask, recurrent ones, refuse it.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.attention.kept import Kept
+from ds_cp.attention.saved_attention import SavedAttention
+from ds_cp.forward.ambient import again, current
 from ds_cp.forward.region import Region
-from ds_cp.forward.running import again, current
 from ds_cp.patches.transformers.memory import offload
 
 ATTRIBUTE = "_gradient_checkpointing_func"
@@ -32,7 +32,11 @@ def attach(stack: torch.nn.Module, keeps: bool, offloads: bool) -> Callable[[], 
         keeps: whether their attention is kept.
         offloads: whether it waits in host memory, as the layers' inputs then do.
     """
-    make = (partial(Kept, offload.to_host, offload.from_host) if offloads else Kept) if keeps else _nothing_kept
+    make = (
+        (partial(SavedAttention, offload.to_host, offload.from_host) if offloads else SavedAttention)
+        if keeps
+        else _nothing_kept
+    )
     handle, alive = stack.register_forward_pre_hook(partial(_before_stack, make)), weakref.ref(stack)
 
     def undo() -> None:
@@ -76,10 +80,10 @@ def _checkpoint(checkpoint: Callable, make: Callable, layer: Callable, *args: An
     return checkpoint(partial(_run, make(), region, layer) if region else layer, *args, **kwargs)
 
 
-def _run(kept: Kept | None, region: Region, layer: Callable, *args: Any, **kwargs: Any) -> Any:
-    with kept.run() if kept else nullcontext(), again(layer, region):
+def _run(saved: SavedAttention | None, region: Region, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+    with saved.run() if saved else nullcontext(), again(layer, region):
         return layer(*args, **kwargs)
 
 
 def _nothing_kept() -> None:
-    """Instead of :class:`Kept`, where attention runs again."""
+    """Instead of :class:`SavedAttention`, where attention runs again."""

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention.entries import PooledEntries
+from ds_cp.attention.compressed_kv import CompressedKV
 from ds_cp.attention.selected import Selected
+from ds_cp.forward.ambient import current
 from ds_cp.forward.region import Region
-from ds_cp.forward.running import current
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.models.indexers import StoredKeys
 from ds_cp.patches.transformers.models.plain import runs_alone
@@ -31,12 +31,12 @@ class Windows(NamedTuple):
         tokens: for documents of like length, [n, windows * rate] int64 in the flat batch [B * S]; behind the last window of
             a shorter document anything. One window of anything where there is none: ZeRO waits for the gradients of all
             weights on all ranks, whatever a group's batch.
-        entries: [B, T] int64, the entries of each row among those of all documents, flat in the order of ``tokens``.
-        start, number: [B, T] int64, as :class:`~ds_cp.attention.entries.PooledEntries` has them.
+        compressed_kv: [B, T] int64, the entries of each row among those of all documents, flat in the order of ``tokens``.
+        start, number: [B, T] int64, as :class:`~ds_cp.attention.compressed_kv.CompressedKV` has them.
     """
 
     tokens: tuple[torch.Tensor, ...]
-    entries: torch.Tensor
+    compressed_kv: torch.Tensor
     start: torch.Tensor
     number: torch.Tensor
 
@@ -86,9 +86,9 @@ def compress(original: Callable, self: Any, hidden_states, q_residual, position_
     for tokens in found.tokens:
         nothing = hidden_states.new_zeros((len(tokens), 1, hidden_states.size(-1)))
         zero = position_ids.new_zeros((len(tokens), 1))
-        entries, _ = original(nothing, q_residual, zero, StoredKeys(whole[tokens]), layer_idx)
-        pooled.append(entries.flatten(0, 2))
-    keys = torch.cat(pooled)[found.entries]
+        compressed_kv, _ = original(nothing, q_residual, zero, StoredKeys(whole[tokens]), layer_idx)
+        pooled.append(compressed_kv.flatten(0, 2))
+    keys = torch.cat(pooled)[found.compressed_kv]
     indexer = getattr(self, "indexer", None)
     chosen = None if indexer is None else indexer(hidden_states, q_residual, position_ids, None, layer_idx)
     return keys.unsqueeze(1), found.start, found.number, chosen
@@ -122,10 +122,12 @@ def attention(
     query = self.q_b_norm(self.q_b_proj(residual).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
     key = self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(1)
     query, key = (rotate(x, cos, sin) for x in (query, key))
-    entries = None if self.compressor is None else _entries(self, region, hidden_states, residual, position_ids)
+    compressed_kv = (
+        None if self.compressor is None else _compressed_kv(self, region, hidden_states, residual, position_ids)
+    )
     rate = self.attention_dropout if self.training else 0.0
     out, _ = attention_forward(
-        self, query, key, key, attention_mask, rate, self.scaling, s_aux=self.sinks, entries=entries
+        self, query, key, key, attention_mask, rate, self.scaling, s_aux=self.sinks, compressed_kv=compressed_kv
     )
     out = rotate(out.transpose(1, 2), cos, -sin).transpose(1, 2)  # keys are values, so these were rotated
     out = self.o_a_proj(out.reshape(*out.shape[:2], self.config.o_groups, -1)).flatten(2)
@@ -133,13 +135,13 @@ def attention(
 
 
 @torch.compiler.disable
-def _entries(self: Any, region: Region, hidden_states, residual, position_ids) -> PooledEntries:
+def _compressed_kv(self: Any, region: Region, hidden_states, residual, position_ids) -> CompressedKV:
     keys, start, number, chosen = self.compressor(hidden_states, residual, position_ids, None, self.layer_idx)
     cut, rate = region.layout, self.compressor.compress_rate
     selected = None
     if chosen is not None:
         selected = Selected.by_this_rank(region.mesh, cut, chosen, number, -(-cut.seq_len // rate), self.num_heads)
-    return PooledEntries(keys, start, number, rate, cut.pad(region.origin), cut.pad(region.positions), selected)
+    return CompressedKV(keys, start, number, rate, cut.pad(region.origin), cut.pad(region.positions), selected)
 
 
 REPLACED: dict[str, Replacement] = {

@@ -76,16 +76,16 @@ def mpt(original: Callable, self: Any, hidden_states, position_bias, cache=None,
 
 def llama4(original: Callable, self: Any, hidden_states, position_embeddings, attention_mask, *args, **kwargs):
     """Llama4TextAttention: queries of layers without rotary positions grow with their index in the document."""
-    given = hidden_states, position_embeddings, attention_mask, *args
+    arguments = hidden_states, position_embeddings, attention_mask, *args
     if not isinstance(attention_mask, MaskDescriptor) or self.use_rope or not self.attn_temperature_tuning:
-        return original(*given, **kwargs)
+        return original(*arguments, **kwargs)
     region = attention_mask.region
     precise = torch.promote_types(hidden_states.dtype, torch.float32)
     index = region.shard(region.positions).to(hidden_states.device, precise)
     scale = torch.log1p(torch.floor((index + 1) / self.floor_scale)) * self.attn_scale + 1
     self.attn_temperature_tuning = False  # for this call: it would count from the shard's first token
     try:
-        return original(*given, query_scale=scale[:, None, :, None], **kwargs)
+        return original(*arguments, query_scale=scale[:, None, :, None], **kwargs)
     finally:
         self.attn_temperature_tuning = True
 
@@ -117,8 +117,8 @@ def _by_bucket(
     where that is given."""
     states = hidden if encoder_states is None else encoder_states
     query, key, value = (
-        projection(given).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        for projection, given in ((self.q, hidden), (self.k, states), (self.v, states))
+        projection(arguments).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        for projection, arguments in ((self.q, hidden), (self.k, states), (self.v, states))
     )
     terms = ()
     if owner.has_relative_attention_bias:

@@ -16,11 +16,11 @@ import torch
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.selected import Selected, hidden_but
+from ds_cp.forward.ambient import current
 from ds_cp.forward.region import MaskDescriptor, Region
-from ds_cp.forward.running import current
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import CAUSAL
-from ds_cp.patches.transformers.memory.bound import make_leaves
+from ds_cp.patches.transformers.memory.leaf_modules import make_leaves
 from ds_cp.patches.transformers.models.indexers import (
     DEEPSEEK,
     INDEXERS,
@@ -48,41 +48,43 @@ def attach(choosing: Sequence[torch.nn.Module]) -> Callable[[], None]:
 def choose(kind: IndexerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """An indexer's forward: inside a region what this rank's queries choose, [B, G, L, c] int32, blocks of keys counted from
     their document's start, -1 for none."""
-    given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
-    given.pop("self")
-    region = _region_of(self, given)
+    arguments = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
+    arguments.pop("self")
+    region = _region_of(self, arguments)
     if region is None:
         return original(*args, **kwargs)
-    if isinstance(given["cache"], StoredKeys):  # a compressor that only pools
-        return given["hidden_states"].new_empty((*given["hidden_states"].shape[:2], 0), dtype=torch.int32)
-    states = given["hidden_states"]
+    if isinstance(arguments["cache"], StoredKeys):  # a compressor that only pools
+        return arguments["hidden_states"].new_empty((*arguments["hidden_states"].shape[:2], 0), dtype=torch.int32)
+    states = arguments["hidden_states"]
     with torch.no_grad():
-        keys = region.gather(_keys_of(original, given)).flatten(0, 1)
-        angles = [region.gather(angle).flatten(0, 1) for angle in angles_of(given)] if kind.turns_keys else []
+        keys = region.gather(_keys_of(original, arguments)).flatten(0, 1)
+        angles = [region.gather(angle).flatten(0, 1) for angle in angles_of(arguments)] if kind.turns_keys else []
         most = min(kind.most(self), -(-region.layout.seq_len // kind.size(self)))
         rows = states.shape[:2].numel()
         out = states.new_full((rows + 1, kind.groups(self), most), -1, dtype=torch.int32)  # one row more, for no query
         for queries in _pieces(region.queries, kind.heads(self)):
             of_keys = tuple(angle[queries.keys] for angle in angles)
-            chosen = kind.ask(IndexerCall(self, original, given, queries, keys[queries.keys], of_keys)).transpose(1, 2)
+            chosen = kind.ask(IndexerCall(self, original, arguments, queries, keys[queries.keys], of_keys)).transpose(
+                1, 2
+            )
             chosen = torch.nn.functional.pad(chosen.int(), (0, most - chosen.size(-1)), value=-1)
             row = torch.where(queries.positions < 0, rows, queries.own)
             out.index_copy_(0, row.flatten(), chosen.flatten(0, 1))
     return out[:rows].unflatten(0, states.shape[:2]).transpose(1, 2)
 
 
-def _region_of(indexer: torch.nn.Module, given: Mapping[str, Any]) -> Region | None:
+def _region_of(indexer: torch.nn.Module, arguments: Mapping[str, Any]) -> Region | None:
     """The region that an indexer runs in.
 
     Raises:
         BatchError: it cannot be told.
     """
-    mask, region, name = given.get("attention_mask"), current(), type(indexer).__name__
+    mask, region, name = arguments.get("attention_mask"), current(), type(indexer).__name__
     if isinstance(mask, MaskDescriptor):
         return mask.region
-    if "attention_mask" in given and region is not None:
+    if "attention_mask" in arguments and region is not None:
         raise BatchError(f"{name} got another mask than that of the shared sequence.")
-    if "attention_mask" not in given and region is None and torch._C._current_graph_task_id() != -1:
+    if "attention_mask" not in arguments and region is None and torch._C._current_graph_task_id() != -1:
         raise BatchError(
             f"{name} is recomputed in the backward pass by a checkpoint that is not the model's own, and nothing tells it which "
             "sequence it belongs to: it would choose among the keys of its own shard. Use the model's gradient checkpointing."
@@ -90,10 +92,10 @@ def _region_of(indexer: torch.nn.Module, given: Mapping[str, Any]) -> Region | N
     return region
 
 
-def _keys_of(original: Callable, given: Mapping[str, Any]) -> torch.Tensor:
+def _keys_of(original: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
     """The indexer's keys of this rank's tokens, [B, L, d]."""
     try:
-        original(**given | {"cache": StoredKeys()})
+        original(**arguments | {"cache": StoredKeys()})
     except KeysTold as heard:
         return heard.args[0]
     raise AssertionError("an indexer that does not ask its cache")

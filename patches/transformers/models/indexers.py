@@ -67,7 +67,7 @@ class IndexerCall:
 
     indexer: torch.nn.Module
     run: Callable[..., torch.Tensor]
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     queries: Queries
     keys: torch.Tensor
     angles_of_keys: tuple[torch.Tensor, ...] = ()
@@ -80,16 +80,16 @@ class IndexerCall:
 
     def own(self, name: str) -> torch.Tensor:
         """An argument [B, L, ...] of these queries, [n, m, ...]."""
-        return self.given[name].flatten(0, 1)[self.queries.own]
+        return self.arguments[name].flatten(0, 1)[self.queries.own]
 
     def angles(self) -> tuple[torch.Tensor, ...]:
         """Cosines and sines [n, m, d] of these queries."""
-        return tuple(angle.flatten(0, 1)[self.queries.own] for angle in angles_of(self.given))
+        return tuple(angle.flatten(0, 1)[self.queries.own] for angle in angles_of(self.arguments))
 
 
-def angles_of(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def angles_of(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Cosines and sines [B, L, d] of this rank's tokens."""
-    return (angle.expand(len(given["hidden_states"]), -1, -1) for angle in given["position_embeddings"])
+    return (angle.expand(len(arguments["hidden_states"]), -1, -1) for angle in arguments["position_embeddings"])
 
 
 def _deepseek(asked: IndexerCall) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _deepseek_v4(asked: IndexerCall) -> torch.Tensor:
     states, residual = asked.own("hidden_states"), asked.own("q_residual")
     positions = asked.queries.positions.clamp(min=0)
     return asked.run(
-        states, residual, positions, StoredKeys(asked.keys[:, :whole]), asked.given["layer_idx"]
+        states, residual, positions, StoredKeys(asked.keys[:, :whole]), asked.arguments["layer_idx"]
     ).unsqueeze(1)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.forward.running import current
+from ds_cp.forward.ambient import current
 from ds_cp.patches.transformers.attention import QueryBias, attention_forward
 from ds_cp.patches.transformers.models.plain import runs_alone
 from ds_cp.patches.transformers.models.replacement import Replacement

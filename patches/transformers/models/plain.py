@@ -13,8 +13,8 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.agreement import BatchError
+from ds_cp.forward.ambient import current
 from ds_cp.forward.region import MaskDescriptor
-from ds_cp.forward.running import current
 from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.models.replacement import Replacement

@@ -14,8 +14,8 @@ from typing import Any, Callable, Mapping
 
 import torch
 
+from ds_cp.forward.ambient import current
 from ds_cp.forward.region import Region
-from ds_cp.forward.running import current
 from ds_cp.patches.transformers import batch as batches
 
 EMBEDDING = re.compile("Position(al)?Embedding")
@@ -124,8 +124,8 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
             return None
         ids, embeds = calls[-1].get("input_ids"), calls[-1].get("inputs_embeds")
         whole = _counted(calls[-1], by_mask=False) if first == "position_ids" else ids
-        given = batches.named(signature, args, kwargs)
-        return (), given | {first: embeds[..., -1] if whole is None else whole}
+        arguments = batches.named(signature, args, kwargs)
+        return (), arguments | {first: embeds[..., -1] if whole is None else whole}
 
     def cut(_: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
         region = current()
@@ -137,28 +137,28 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
     ]
 
 
-def asked(owner: torch.nn.Module, table: torch.nn.Module | None, given: Given) -> "torch.Tensor | tuple[int, int]":
+def asked(owner: torch.nn.Module, table: torch.nn.Module | None, arguments: Given) -> "torch.Tensor | tuple[int, int]":
     """The positions that a table of a module will be asked for in a call; or the first and the last of them."""
-    if given.get("position_ids") is not None:
-        return given["position_ids"]
-    length = batches.tokens_of(given).size(1)
+    if arguments.get("position_ids") is not None:
+        return arguments["position_ids"]
+    length = batches.tokens_of(arguments).size(1)
     if (count := _by_padding(owner)) is not None:
-        ids = given.get("input_ids")
+        ids = arguments.get("input_ids")
         return (owner.padding_idx + 1, owner.padding_idx + length) if ids is None else count(ids, owner.padding_idx)
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if type(table).__name__ in BY_MASK and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return _counted(given, by_mask=True)
+        return _counted(arguments, by_mask=True)
     return 0, length - 1
 
 
-def _counted(given: Given, by_mask: bool) -> torch.Tensor:
+def _counted(arguments: Given, by_mask: bool) -> torch.Tensor:
     """[1 or B, S]: what the caller gave, else a count of the mask as OPT does it, or of all tokens."""
-    if given.get("position_ids") is not None:
-        return given["position_ids"]
-    mask = given.get("attention_mask")
+    if arguments.get("position_ids") is not None:
+        return arguments["position_ids"]
+    mask = arguments.get("attention_mask")
     if by_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return (mask.cumsum(dim=1) * mask - 1).long()
-    tokens = batches.tokens_of(given)
+    tokens = batches.tokens_of(arguments)
     return torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
 
 

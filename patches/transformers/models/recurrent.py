@@ -17,8 +17,8 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
+from ds_cp.forward.ambient import current
 from ds_cp.forward.region import MaskDescriptor, Region
-from ds_cp.forward.running import current
 from ds_cp.patches.transformers.batch import FLASH_FACTS
 from ds_cp.patches.transformers.models.code import names_in
 
@@ -186,7 +186,7 @@ def _run_whole(region: Region, layer: torch.nn.Module, original: Callable, args:
         others[:] = out[count:]
         return out[:count]
 
-    mine = (*map(region.shard, region.alone_at_once.run(run, *whole)), *(None for _ in others))
+    mine = (*map(region.shard, region.per_document_single_call.run(run, *whole)), *(None for _ in others))
     return mine if len(mine) > 1 else mine[0]
 
 
@@ -254,14 +254,14 @@ def _mixed(
 ) -> Any:
     names, rest = [*dims], []
 
-    def run(**given: Any) -> torch.Tensor:
-        out = original(*(given.pop(name) for name in names[: len(args)]), *args[len(names) :], **given)
+    def run(**arguments: Any) -> torch.Tensor:
+        out = original(*(arguments.pop(name) for name in names[: len(args)]), *args[len(names) :], **arguments)
         if isinstance(out, tuple):
             out, *rest[:] = out
         return out
 
     run.__name__ = getattr(original, "__name__", type(original).__name__)
-    given = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in FACTS}
+    arguments = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in FACTS}
     region.mixed[name] += 1
-    out = region.mix(run, given, dims, out_dims)
+    out = region.mix(run, arguments, dims, out_dims)
     return (out, *(None for _ in rest)) if rest else out  # states of a part of the heads are of no use to anyone

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from ds_cp.forward.running import current
+from ds_cp.forward.ambient import current
 
 BY_LENGTH = ("dynamic", "longrope")
 

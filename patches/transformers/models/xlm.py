@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.forward.running import current
+from ds_cp.forward.ambient import current
 from ds_cp.mask.rules import CAUSAL, EVERYTHING
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.attention import attention_forward
@@ -38,16 +38,16 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
 
     def spell_out(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What the model would make of lengths and ids, as a mask."""
-        given = batches.named(signature, args, kwargs)
-        mask, lengths, ids = (given.get(name) for name in ("attention_mask", "lengths", "input_ids"))
+        arguments = batches.named(signature, args, kwargs)
+        mask, lengths, ids = (arguments.get(name) for name in ("attention_mask", "lengths", "input_ids"))
         if mask is None:
-            tokens = ids if ids is not None else given["inputs_embeds"][..., 0]
+            tokens = ids if ids is not None else arguments["inputs_embeds"][..., 0]
             if lengths is None:
                 lengths = (tokens != module.pad_index).sum(dim=1) if ids is not None else None
             index = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape)
             mask = torch.ones_like(index) if lengths is None else (index < lengths[:, None]).long()
         masks[:] = [mask]  # not a push: the border's hook, which stands between, may refuse the batch
-        return (), given | {"attention_mask": mask, "lengths": None}
+        return (), arguments | {"attention_mask": mask, "lengths": None}
 
     def cut(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         region, mask = current(), masks.pop()

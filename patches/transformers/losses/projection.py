@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ds_cp.forward.running import current_head
-from ds_cp.tiled.deferred import DeferredLogits
+from ds_cp.forward.ambient import current_task_head
+from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 
 
 def attach(head: nn.Module) -> Callable[[], None]:
@@ -63,7 +63,7 @@ def _forward(self: nn.Linear, hidden: torch.Tensor, work: Callable | None = None
     """
     if work is not None:
         return work(hidden, self.weight, self.bias)
-    call = current_head()
+    call = current_task_head()
     if call is not None and call.defers(hidden) and not is_watched(self):
         return DeferredLogits.of(self, hidden, call.returns_whole)
     return type(self).forward(self, hidden)

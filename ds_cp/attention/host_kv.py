@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_cp.attention.exchange import Pair, as_heads, as_rows
-from ds_cp.attention.ulysses import Heads, Tensors
+from ds_cp.attention.ulysses import HeadSharding, Tensors
 from ds_cp.layout import Run, slice_runs
 from ds_cp.mask.schedule import Step, Tile, count, cut
 from ds_cp.mesh import Group
@@ -84,13 +84,13 @@ class Arriving(NamedTuple):
 
 
 @dataclass(eq=False)
-class Held:
+class HostKV:
     """K and V that this rank's queries of one layer need, and in time the gradients: the ring shard's rows, then those of
     each further step of the schedule.
 
     Attributes:
         steps: the layer's schedule.
-        ring: the ring axis.
+        ring_group: the ring axis.
         heads: of the ulysses axis, for whom a rank holds its ring shard's rows of its own heads.
         length: L, tokens of this rank.
         calls: "forward" and "backward" passes of attention layers, which each store counts once.
@@ -98,8 +98,8 @@ class Held:
     """
 
     steps: Sequence[Step]
-    ring: Group
-    heads: Heads
+    ring_group: Group
+    heads: HeadSharding
     length: int
     calls: Counter
     block: int
@@ -115,13 +115,13 @@ class Held:
         precise = torch.promote_types(self._key.dtype, torch.float32)
         return HostRows(self._shape, precise, self._key.device).zero()
 
-    def put(self, span: Run, key: torch.Tensor, value: torch.Tensor, word: str) -> None:
+    def put(self, span: Run, key: torch.Tensor, value: torch.Tensor, phase: str) -> None:
         """Keep K and V of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv].
 
         Args:
-            word: "forward" or "backward", for counters and messages.
+            phase: "forward" or "backward", for counters and messages.
         """
-        key, value = self.heads.to_heads(word, (), (key.detach(), value.detach()))
+        key, value = self.heads.to_heads(phase, (), (key.detach(), value.detach()))
         if self._rows is None:
             self._starts = [*accumulate((count(step.rows) for step in self.steps), initial=0)]
             self._shape = (self._starts[-1], *key.shape[:2], key.size(-1) + value.size(-1))
@@ -130,23 +130,23 @@ class Held:
         for run, part in zip(self._spread(span), as_rows(key, value).split(span[1] - span[0])):
             self._rows.write(run[0], part)
 
-    def complete(self, word: str) -> None:
+    def complete(self, phase: str) -> None:
         """Gather the rows of other ranks."""
-        self.calls[word] += 1
+        self.calls[phase] += 1
         for step, start in zip(self.steps[1:], self._starts[1:]):
             for leave, arrive in self._messages(step.target_rows, step.rows):
                 buffer = self._key.new_empty((count(arrive), *self._shape[1:]))
                 parcel = torch.cat([self._rows.read(*run) for run in leave] or [buffer[:0]])
-                self._swap(f"{word} rows", (step.target, parcel), (step.source, buffer))
+                self._swap(f"{phase} rows", (step.target, parcel), (step.source, buffer))
                 self._rows.write(start, buffer)
                 start += len(buffer)
 
-    def exchange(self, span: Run) -> "FromHost":
+    def exchange(self, span: Run) -> "HostExchange":
         """How the queries of a span meet all keys; what it needs is worked out once per batch."""
         queries, known = tuple(self._spread(span)), self.steps[0].derived
         if ("blocks", self.block, queries) not in known:
             known["blocks", self.block, queries] = self._plan(queries)
-        return FromHost(self, *known["blocks", self.block, queries])
+        return HostExchange(self, *known["blocks", self.block, queries])
 
     def fetch(self, step: Step, start: int) -> "Arriving":
         """Start to bring the rows of a block."""
@@ -160,7 +160,7 @@ class Held:
         """Sum up the gradient of some rows, [n, B, h, d + dv]."""
         self._sums.add(start, rows)
 
-    def send_home(self) -> None:
+    def return_gradients(self) -> None:
         """Bring the gradients of other ranks' rows to them, and add what comes for this rank's."""
         for step, start in zip(self.steps[1:], self._starts[1:]):
             for leave, arrive in self._messages(step.rows, step.target_rows):
@@ -190,7 +190,9 @@ class Held:
 
     def _swap(self, what: str, parcel: tuple[int, torch.Tensor], buffer: tuple[int, torch.Tensor]) -> None:
         sends, receives = ([each] if len(each[1]) else [] for each in (parcel, buffer))
-        self.ring.swap(sends, receives, f"{what} in blocks, with ranks {parcel[0]} and {buffer[0]} of the ring").wait()
+        self.ring_group.swap(
+            sends, receives, f"{what} in blocks, with ranks {parcel[0]} and {buffer[0]} of the ring"
+        ).wait()
 
     def _plan(self, queries: tuple[Run, ...]) -> tuple[Step, dict[Step, int]]:
         """For some rows of the ring shard: a step that stands for them, and a step per block of keys that one of them sees,
@@ -220,42 +222,42 @@ def _meetings(tile: Tile, queries: Sequence[Run], keys: Run) -> Iterator[Tile]:
         before += run[1] - run[0]
 
 
-class FromHost:
+class HostExchange:
     """The exchange of a span of queries: blocks of keys arrive from the host, their gradients are summed there.
 
     Args:
-        held: K and V of the layer.
+        host_kv: K and V of the layer.
         queries: a step that stands for the queries, without keys.
         blocks: a step each, and where its rows start among those that are held.
     """
 
-    def __init__(self, held: Held, queries: Step, blocks: Mapping[Step, int]):
+    def __init__(self, host_kv: HostKV, queries: Step, blocks: Mapping[Step, int]):
         self.steps = [queries, *blocks]
-        self._held, self._blocks = held, blocks
+        self._host_kv, self._blocks = host_kv, blocks
 
-    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        arriving = (self._held.fetch(*block) for block in self._blocks.items())
+    def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        arriving = (self._host_kv.fetch(*block) for block in self._blocks.items())
         under_way = next(arriving, None)
         yield self.steps[0], key, value
         for step in self._blocks:
             rows, under_way = under_way.wait(), next(arriving, None)
             yield step, *as_heads(rows, key.size(-1))
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
-        self._held.add_gradient(self._blocks[step], grad_rows)
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: Pair) -> None:
+        self._host_kv.add_gradient(self._blocks[step], grad_rows)
 
-    def finish(self, home: Pair) -> None:
+    def finish(self, own_gradients: Pair) -> None:
         """Nothing is under way."""
 
 
 @dataclass(frozen=True)
-class OnlyQueries:
+class QueryHeadsOnly:
     """Heads of a span's attention: K and V are held by heads already."""
 
-    heads: Heads
+    heads: HeadSharding
 
-    def to_heads(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
-        return [*self.heads.to_heads(word, queries), *keys]
+    def to_heads(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        return [*self.heads.to_heads(phase, queries), *keys]
 
-    def to_tokens(self, word: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
-        return [*self.heads.to_tokens(word, queries), *keys]
+    def to_tokens(self, phase: str, queries: Tensors, keys: Tensors = ()) -> list[torch.Tensor]:
+        return [*self.heads.to_tokens(phase, queries), *keys]

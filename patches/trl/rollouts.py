@@ -15,7 +15,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.config import ConfigError
-from ds_cp.patches import groups
+from ds_cp.patches import data_parallel
 
 TRAINERS = {
     "GRPOConfig": ("trl.trainer.grpo_trainer", "GRPOTrainer"),
@@ -70,7 +70,7 @@ def _world_size(original: Callable) -> Callable:
 
     def world_size(self) -> int:
         known = self.generation_batch_size is not None and self.steps_per_generation is not None
-        return original(self) if known else original(self) // groups.size_of_arguments(self)
+        return original(self) if known else original(self) // data_parallel.cp_size_of_arguments(self)
 
     return world_size
 
@@ -78,10 +78,10 @@ def _world_size(original: Callable) -> Callable:
 def _seed(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_seed(seed, device_specific=False, **kwargs):
-        size = groups.size_of_accelerator() if device_specific else 1
+        size = data_parallel.cp_size_of_accelerator() if device_specific else 1
         if size == 1:
             return original(seed, device_specific, **kwargs)
-        return original(seed + groups.index(size), **kwargs)
+        return original(seed + data_parallel.index(size), **kwargs)
 
     return set_seed
 
@@ -89,8 +89,8 @@ def _seed(original: Callable) -> Callable:
 def _gather(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather(tensor):
-        size = groups.size_of_accelerator()
-        return original(tensor) if size == 1 else groups.first_of_each(original(tensor), size)
+        size = data_parallel.cp_size_of_accelerator()
+        return original(tensor) if size == 1 else data_parallel.first_of_each(original(tensor), size)
 
     return gather
 
@@ -98,8 +98,8 @@ def _gather(original: Callable) -> Callable:
 def _gather_object(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_object(value):
-        size = groups.size_of_accelerator()
-        return original(type(value)() if size > 1 and groups.rank() % size else value)
+        size = data_parallel.cp_size_of_accelerator()
+        return original(type(value)() if size > 1 and data_parallel.rank() % size else value)
 
     return gather_object
 
@@ -109,13 +109,13 @@ def _of_first_rank(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _generate(self, prompts):
-        from ds_cp.patches.transformers.border import attachment
+        from ds_cp.patches.transformers.attach import attachment
 
         mine = original(self, prompts)
         state = attachment(self.model)
         if state is None:
             return mine
-        control = state.mesh.control
+        control = state.mesh.control_group
         is_first = torch.distributed.get_rank() == control.ranks[0]
         return control.all_gather_object(mine if is_first else None, "the completions of a group")[0]
 
@@ -125,10 +125,10 @@ def _of_first_rank(original: Callable) -> Callable:
 def _with_groups(original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        size, own = groups.size_of_accelerator(), self.accelerator
-        if size == 1 or isinstance(own, groups.Accelerator):
+        size, own = data_parallel.cp_size_of_accelerator(), self.accelerator
+        if size == 1 or isinstance(own, data_parallel.Accelerator):
             return original(self, *args, **kwargs)
-        self.accelerator = groups.Accelerator(own, size)
+        self.accelerator = data_parallel.Accelerator(own, size)
         try:
             return original(self, *args, **kwargs)
         finally:

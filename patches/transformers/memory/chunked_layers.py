@@ -17,16 +17,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import _active_collector
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention.kept import Kept
+from ds_cp.attention.saved_attention import SavedAttention
+from ds_cp.chunked.layer import run_layer_in_chunks
 from ds_cp.config import KEY, ConfigError
 from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers import prefill
 from ds_cp.patches.transformers.batch import kind
 from ds_cp.patches.transformers.memory import offload
-from ds_cp.patches.transformers.memory.bound import bind
+from ds_cp.patches.transformers.memory.leaf_modules import bind
 from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
-from ds_cp.tiled.layer import run_layer_in_tiles
 
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1, "attention_scaling": -2}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
@@ -89,7 +89,7 @@ def _mixes_by_itself(kind: type) -> bool:
     return families.replaced(kind) is not None or recurrent.is_shared(kind)
 
 
-def all_in_tiles(stack: torch.nn.Module) -> bool:
+def all_in_chunks(stack: torch.nn.Module) -> bool:
     """Whether no layer needs gradient checkpointing to keep its input only."""
     return len([*_layers(stack)]) == len([*_outermost(stack)])
 
@@ -114,8 +114,8 @@ def _forward(plan: Plan, self: GradientCheckpointingLayer, *args: Any, **kwargs:
         return output[0] if isinstance(output, tuple) else output
 
     waits = (offload.to_host, offload.from_host) if plan.offload_activations else ()
-    kept = None if plan.recompute_attention else Kept(*waits)
-    out = run_layer_in_tiles(self, run, x, plan.offload_kv, kept)
+    saved = None if plan.recompute_attention else SavedAttention(*waits)
+    out = run_layer_in_chunks(self, run, x, plan.offload_kv, saved)
     if rest == [...]:
         return out
     if any(value is not None for value in rest):

@@ -37,10 +37,10 @@ def active(ds_config: Any) -> key.ContextParallelConfig | None:
     value = key.find(ds_config)
     if value is None or patches.disabled():
         return None
-    asked = repr(value), world_size()
-    if asked not in _checked:
-        _checked[asked] = key.normalise({key.KEY: value}, world_size())
-    found = _checked[asked]
+    requested = repr(value), world_size()
+    if requested not in _checked:
+        _checked[requested] = key.normalise({key.KEY: value}, world_size())
+    found = _checked[requested]
     return None if found is None or found.size == 1 else found
 
 
@@ -57,17 +57,17 @@ def refuse_unread(ds_config: Any) -> None:
 
 def size_of(ds_config: Any) -> int:
     """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
-    asked = active(ds_config)
-    return asked.size if asked else 1
+    requested = active(ds_config)
+    return requested.size if requested else 1
 
 
-def size_of_arguments(args: Any) -> int:
+def cp_size_of_arguments(args: Any) -> int:
     """Ranks per sequence of TrainingArguments; 1 without a DeepSpeed config."""
     hf_config = getattr(args, "hf_deepspeed_config", None)
     return size_of(hf_config.config) if hf_config is not None else 1
 
 
-def size_of_accelerator() -> int:
+def cp_size_of_accelerator() -> int:
     """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
     from accelerate.state import AcceleratorState
 

@@ -43,7 +43,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Alone:
+class PerDocument:
     """How to run each document by itself.
 
     Attributes:
@@ -53,31 +53,33 @@ class Alone:
     batches: tuple[Batch, ...] | None
 
     @staticmethod
-    def of(documents: Documents, seq_len: int, device: torch.device | str, at_once: bool = False) -> "Alone":
+    def of(documents: Documents, seq_len: int, device: torch.device | str, single_call: bool = False) -> "PerDocument":
         """How the documents of a batch run.
 
         Args:
             documents: of the batch.
             seq_len: S.
             device: where the batch is.
-            at_once: all documents in one batch. Otherwise lengths of one batch differ by less than a factor of two, so
+            single_call: all documents in one batch. Otherwise lengths of one batch differ by less than a factor of two, so
                 that padding is less than half, and there are at most log2(S) + 1 batches.
 
         Raises:
             BatchError: at once they would be mostly padding.
         """
         if all(len(lines) <= 1 and not lines[:, :1].any() for lines in documents.ranges):
-            return Alone(None)  # what stands behind a row's only document is padding that it does not see
-        groups = [[*documents.each()]] if at_once else documents.by_length()
-        if at_once:
+            return PerDocument(None)  # what stands behind a row's only document is padding that it does not see
+        groups = [[*documents.each()]] if single_call else documents.by_length()
+        if single_call:
             longest = max(len(each.tokens) for each in groups[0])
-            padded, given = len(groups[0]) * longest, len(documents.ranges) * seq_len
-            if padded > MOST_PADDING * given:
+            padded, actual = len(groups[0]) * longest, len(documents.ranges) * seq_len
+            if padded > MOST_PADDING * actual:
                 raise BatchError(
                     f"a layer of this model runs all {len(groups[0])} documents at once, padded to the longest: {padded} tokens "
-                    f"for the {given} of the batch. Pack documents of like length, or fewer per row."
+                    f"for the {actual} of the batch. Pack documents of like length, or fewer per row."
                 )
-        return Alone(tuple(_batch([each.row * seq_len + each.tokens for each in group], device) for group in groups))
+        return PerDocument(
+            tuple(_batch([each.row * seq_len + each.tokens for each in group], device) for group in groups)
+        )
 
     def run(self, function: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Call a function that looks back only, on documents instead of rows.

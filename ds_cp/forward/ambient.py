@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Iterator
 
-from ds_cp.forward.head_call import HeadCall
 from ds_cp.forward.region import Region
+from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.rng import ForkedRng
 
 
@@ -30,7 +30,7 @@ class _Running:
     thread: int
     region: Region | None = None
     rng: ForkedRng | None = None
-    call: HeadCall | None = None
+    call: TaskHeadCall | None = None
 
 
 _running: list[_Running] = []
@@ -56,7 +56,7 @@ def enter_stack(owner: object, region: Region | None) -> None:
     """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
     top = _entry(owner)
     if region:
-        top.region, top.rng = region, ForkedRng(region.mesh.cp.rank)
+        top.region, top.rng = region, ForkedRng(region.mesh.cp_group.rank)
         region.seed_base = top.rng.outside
     _running.append(top)
 
@@ -94,18 +94,18 @@ def is_running() -> bool:
     return any(each.call is None for each in _running)
 
 
-def enter_head(owner: object, call: HeadCall) -> None:
+def enter_task_head(owner: object, call: TaskHeadCall) -> None:
     """The head ``owner`` starts."""
     top = _entry(owner)
     top.call = call
     _running.append(top)
 
 
-def leave_head(owner: object) -> HeadCall | None:
+def leave_task_head(owner: object) -> TaskHeadCall | None:
     """The head ``owner`` has ended; None if it failed before it started."""
     return _running.pop().call if _running and _running[-1].owner is owner else None
 
 
-def current_head() -> HeadCall | None:
+def current_task_head() -> TaskHeadCall | None:
     """The innermost running head."""
     return next((each.call for each in reversed(_running) if each.call is not None), None)

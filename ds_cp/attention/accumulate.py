@@ -14,7 +14,7 @@ from ds_cp.attention.kernels import Kernel, Work, work
 from ds_cp.mask.schedule import Step, count
 
 
-class Rows(NamedTuple):
+class RowSlice(NamedTuple):
     """The rows of [B, heads, n, ...] that a call of a kernel uses.
 
     Attributes:
@@ -38,19 +38,19 @@ class Coverage(NamedTuple):
     Attributes:
         gaps: some rows must be filled beforehand: no call touches them, or the first that does also touches rows that were
             written before, and so adds.
-        alone: one call covers everything, and it is the only one.
+        single_call: one call covers everything, and it is the only one.
     """
 
     gaps: bool
-    alone: bool
+    single_call: bool
 
 
 class KernelCall(NamedTuple):
     """One call of a kernel, the queries and the keys that it uses."""
 
     work: Work
-    q: Rows
-    k: Rows
+    q: RowSlice
+    k: RowSlice
 
 
 class KernelCalls(NamedTuple):
@@ -80,7 +80,7 @@ def kernel_calls(steps: Sequence[Step], kernel: Kernel, device: torch.device, ba
         ]
         covered = [keys.coverage() for keys in all_keys]
         if any(step.target_rows for step in steps[1:]):
-            covered[0] = covered[0]._replace(alone=False)  # gradients will come home
+            covered[0] = covered[0]._replace(single_call=False)  # gradients will come home
         steps[0].derived[key] = KernelCalls(calls, queries.coverage(), covered)
     return steps[0].derived[key]
 
@@ -91,21 +91,21 @@ class _Touched:
     def __init__(self, batch: int, rows: int):
         self._rows, self._calls, self._mixed = np.zeros((batch, rows), dtype=bool), 0, False
 
-    def touch(self, batch_start: int, batch_stop: int, start: int, stop: int) -> Rows:
+    def touch(self, batch_start: int, batch_stop: int, start: int, stop: int) -> RowSlice:
         part = self._rows[batch_start:batch_stop, start:stop]
         first = not part.any()
         self._mixed |= not first and not part.all()
         self._calls += 1
         part[:] = True
         index = slice(batch_start, batch_stop), slice(None), slice(start, stop)
-        return Rows(index, part.shape == self._rows.shape, first)
+        return RowSlice(index, part.shape == self._rows.shape, first)
 
     def coverage(self) -> Coverage:
         gaps = self._mixed or not self._rows.all()
         return Coverage(gaps, self._calls == 1 and not gaps)
 
 
-class Sum:
+class Accumulator:
     """A total over calls, [B, heads, n, d] or [B, heads, n].
 
     Args:
@@ -142,14 +142,14 @@ class Sum:
             self._total = total.transpose(1, 2) if dim else total
         return self._total
 
-    def put(self, rows: Rows, part: torch.Tensor) -> None:
+    def put(self, rows: RowSlice, part: torch.Tensor) -> None:
         """What comes first; a part that covers everything becomes the total itself."""
         if rows.everything and not self._given and _fills_its_storage(part):
             self._total = part.to(self._dtype)
         else:
             rows.view(self.total).copy_(part)
 
-    def add(self, rows: Rows, part: torch.Tensor) -> None:
+    def add(self, rows: RowSlice, part: torch.Tensor) -> None:
         if rows.first:
             self.put(rows, part)
         else:

@@ -14,9 +14,9 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
-from ds_cp.patches.transformers.memory.bound import bind
-from ds_cp.tiled import layer
-from ds_cp.tiled.module import run_in_tiles
+from ds_cp.chunked import layer
+from ds_cp.chunked.module import run_in_chunks
+from ds_cp.patches.transformers.memory.leaf_modules import bind
 
 LARGE = 256 << 20
 """Bytes of one intermediate activation, from which on "auto" tiles."""
@@ -90,4 +90,4 @@ def _drops(module: nn.Module) -> bool:
 @torch.compiler.disable
 def _tiled(module: nn.Module, run: Callable, x: torch.Tensor, rows: int) -> torch.Tensor:
     ones = (1,) * (x.dim() - 2)  # as many dims as it was called with: Moshi's takes three apart
-    return run_in_tiles(module, lambda tile: run(tile.view(*ones, *tile.shape)).flatten(0, -2), x, rows)
+    return run_in_chunks(module, lambda tile: run(tile.view(*ones, *tile.shape)).flatten(0, -2), x, rows)

@@ -7,7 +7,7 @@ from typing import Iterator
 import torch
 
 
-class Unchanged:
+class WeightVersions:
     """A module's parameters and buffers as they are now.
 
     Compared are identity and version, which operations in place raise. What bypasses versions, ``.data`` and so ZeRO's

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.head_call import HeadCall, LocalLogits
-from ds_cp.forward.running import enter_head, leave_head
-from ds_cp.patches import trl
+from ds_cp.forward.ambient import enter_task_head, leave_task_head
+from ds_cp.forward.task_head import LocalLogits, TaskHeadCall
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers.losses import causal_lm, smoothing
-from ds_cp.tiled.deferred import DeferredLogits
+from ds_cp.patches.transformers.losses import causal_lm, label_smoothing
+from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
+from ds_cp.patches.trl import fused_head
 
 LOGITS_LIMIT = 16 << 30
 """Bytes of whole-sequence logits that a rank may hold."""
@@ -34,43 +34,45 @@ def hook(head: torch.nn.Module, vocab: int) -> list[Any]:
 def _before_head(vocab: int, signature: inspect.Signature):
     @torch.compiler.disable
     def before_head(head: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        given = batches.named(signature, args, kwargs)
-        if not any(isinstance(given.get(name), torch.Tensor) for name in ("input_ids", "inputs_embeds")):
-            enter_head(head, HeadCall())  # another function runs in its place (TRL redirects forwards): no known loss
+        arguments = batches.named(signature, args, kwargs)
+        if not any(isinstance(arguments.get(name), torch.Tensor) for name in ("input_ids", "inputs_embeds")):
+            enter_task_head(
+                head, TaskHeadCall()
+            )  # another function runs in its place (TRL redirects forwards): no known loss
             return
-        keeps = given.get("logits_to_keep")
+        keeps = arguments.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
-        call = _call(head, given) if everything else HeadCall(False, given.get("labels"))
+        call = _call(head, arguments) if everything else TaskHeadCall(False, arguments.get("labels"))
         if call.keeps_local and not call.loss_outside:
-            _tell_targets(call, head, given)
-        call.told, call.input_ids = batches.facts(given), given.get("input_ids")
-        if not (call.loss_outside or smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
+            _tell_targets(call, head, arguments)
+        call.batch_facts, call.input_ids = batches.facts(arguments), arguments.get("input_ids")
+        if not (call.loss_outside or label_smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
             call.limit = LOGITS_LIMIT
-        enter_head(head, call)
-        generating = given.get("use_cache") or batches.cache_of(given) is not None
+        enter_task_head(head, call)
+        generating = arguments.get("use_cache") or batches.cache_of(arguments) is not None
         if everything and not call.keeps_local and not generating and "logits_to_keep" in signature.parameters:
-            _refuse_huge_logits(vocab, *batches.shape_of(given))
+            _refuse_huge_logits(vocab, *batches.shape_of(arguments))
 
     return before_head
 
 
-def _call(head: torch.nn.Module, given: dict[str, Any]) -> HeadCall:
+def _call(head: torch.nn.Module, arguments: dict[str, Any]) -> TaskHeadCall:
     """Which known loss takes what this call leaves local, if any."""
-    labels = given.get("labels")
-    if given.get("fused_lm_head"):
-        return HeadCall(trl.is_fused(head), labels)
+    labels = arguments.get("labels")
+    if arguments.get("fused_lm_head"):
+        return TaskHeadCall(fused_head.is_fused(head), labels)
     if labels is not None:
-        return HeadCall(causal_lm.keeps_local(head), labels)
-    comes_later = smoothing.expects(head)
-    return HeadCall(comes_later, None, loss_outside=comes_later)
+        return TaskHeadCall(causal_lm.keeps_local(head), labels)
+    comes_later = label_smoothing.expects(head)
+    return TaskHeadCall(comes_later, None, loss_outside=comes_later)
 
 
-def _tell_targets(call: HeadCall, head: torch.nn.Module, given: dict[str, Any]) -> None:
+def _tell_targets(call: TaskHeadCall, head: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """What the loss will look up, for the stack's hook to check: the label of a row's first token is never asked for."""
-    shifted, labels = given.get("shift_labels"), given.get("labels")
+    shifted, labels = arguments.get("shift_labels"), arguments.get("labels")
     call.targets = shifted if shifted is not None or not isinstance(labels, torch.Tensor) else labels[..., 1:]
     call.vocab = vocabulary(head)
-    call.ignore_index = given.get("ignore_index", call.ignore_index)
+    call.ignore_index = arguments.get("ignore_index", call.ignore_index)
 
 
 def vocabulary(head: torch.nn.Module) -> int:
@@ -91,7 +93,7 @@ def _refuse_huge_logits(vocab: int, batch: int, seq_len: int) -> None:
 
 @torch.compiler.disable
 def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
-    call = leave_head(head)
+    call = leave_task_head(head)
     if call is None or call.region is None or output is None:
         return None
     if not call.consumed and not call.loss_outside:
@@ -102,7 +104,7 @@ def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
     return _with_logits(output, call)
 
 
-def _with_logits(output: Any, call: HeadCall) -> Any:
+def _with_logits(output: Any, call: TaskHeadCall) -> Any:
     """The head's output with logits that nobody can mistake for whole ones: gathered, or out of reach where a known
     loss has them or will have them, and where there are too many."""
 

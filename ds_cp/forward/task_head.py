@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.tiled.deferred import DeferredLogits
+from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 
 if TYPE_CHECKING:
     from ds_cp.forward.region import Region
 
 
 @dataclass(eq=False)
-class HeadCall:
+class TaskHeadCall:
     """One running head: what it wants of the decoder that it is about to call, and what came of it.
 
     Attributes:
@@ -26,7 +26,7 @@ class HeadCall:
         vocab: how many logits a token has; 0 where that is not known.
         ignore_index: the label that does not count.
         input_ids: for the digest, too; the decoder may get embeddings instead.
-        told: arguments about documents and positions that the caller gave to the head.
+        batch_facts: arguments about documents and positions that the caller gave to the head.
         region: set by the decoder that left its hidden states local.
         consumed: set by the loss.
         loss_outside: the known loss comes after the head, from the logits that it returns.
@@ -39,7 +39,7 @@ class HeadCall:
     vocab: int = 0
     ignore_index: int = -100
     input_ids: torch.Tensor | None = None
-    told: frozenset[str] = frozenset()
+    batch_facts: frozenset[str] = frozenset()
     region: Region | None = None
     consumed: bool = False
     loss_outside: bool = False

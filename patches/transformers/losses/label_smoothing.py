@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ds_cp import patches
-from ds_cp.forward.head_call import LocalLogits
+from ds_cp.forward.task_head import LocalLogits
 from ds_cp.loss import causal_lm_loss, shift_left
 from ds_cp.patches.transformers import bounds
 from ds_cp.patches.transformers.losses import causal_lm

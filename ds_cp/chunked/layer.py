@@ -2,7 +2,7 @@
 
 Whatever may be shared by tokens between ranks may be shared by tokens between tiles of one rank: all but attention looks
 at one token. So a layer runs twice on each span of tokens. The first run stops where attention is called, and leaves K
-and V (:mod:`ds_cp.attention.offloaded`); once all of them are there, the second run gets its attention and goes on to the
+and V (:mod:`ds_cp.attention.host_kv`); once all of them are there, the second run gets its attention and goes on to the
 end. The backward pass does the same and then, when the gradients of K and V are home, takes them through the first half.
 """
 
@@ -18,17 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from ds_cp import rng
 from ds_cp.agreement import BatchError
-from ds_cp.attention import kept
+from ds_cp.attention import saved_attention
 from ds_cp.attention.attend import Positions, attend
-from ds_cp.attention.kept import Kept
+from ds_cp.attention.host_kv import HostKV, QueryHeadsOnly
 from ds_cp.attention.kernels import Kernel
-from ds_cp.attention.offloaded import Held, OnlyQueries
+from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.attention.score import Score
+from ds_cp.chunked.module import Gradients, autocast_of
+from ds_cp.chunked.weight_versions import WeightVersions
 from ds_cp.layout import Run
-from ds_cp.tiled.module import Gradients, autocast_of
-from ds_cp.tiled.unchanged import Unchanged
 
-Hold = Callable[[int], Held]
+MakeHostKV = Callable[[int], HostKV]
 """Makes the store of a layer's K and V, given the rows of a block."""
 
 
@@ -37,17 +37,17 @@ class _AttentionReached(Exception):
 
 
 @dataclass(eq=False)
-class Span:
+class LayerChunk:
     """Some tokens of this rank, while a layer runs on them.
 
     Attributes:
         tokens: which.
-        held: K and V of all tokens; None in the first run.
+        host_kv: K and V of all tokens; None in the first run.
         nothing: what stands for K and V in the graph of the second run.
     """
 
     tokens: Run
-    held: Held | None = None
+    host_kv: HostKV | None = None
     nothing: Sequence[torch.Tensor] = ()
 
     def attend(
@@ -55,38 +55,40 @@ class Span:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        hold: Hold,
+        make_host_kv: MakeHostKV,
         kernel: Kernel,
         score: Score,
         positions: Positions,
     ) -> torch.Tensor:
         """What :meth:`ds_cp.forward.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
-        if self.held is None:
-            raise _AttentionReached(key, value, hold)
+        if self.host_kv is None:
+            raise _AttentionReached(key, value, make_host_kv)
         if self.nothing:
             raise BatchError(
                 'a layer attends twice, which "context_parallel.offload_kv" cannot run in tiles: the second attention would '
                 "see the keys of the first. Take the key out."
             )
-        self.nothing, exchange = self.held.nothing(), self.held.exchange(self.tokens)
-        heads = OnlyQueries(self.held.heads)
-        return attend(query, *self.nothing, lambda word: exchange, kernel, score, positions, heads, kept.current())
+        self.nothing, exchange = self.host_kv.nothing(), self.host_kv.exchange(self.tokens)
+        heads = QueryHeadsOnly(self.host_kv.heads)
+        return attend(
+            query, *self.nothing, lambda phase: exchange, kernel, score, positions, heads, saved_attention.current()
+        )
 
 
-_running: ContextVar[Span | None] = ContextVar("span of tokens that a layer runs on", default=None)
+_running: ContextVar[LayerChunk | None] = ContextVar("span of tokens that a layer runs on", default=None)
 
 
-def current() -> Span | None:
+def current() -> LayerChunk | None:
     """What the running layer runs on, if it is a part of this rank's tokens."""
     return _running.get()
 
 
-def run_layer_in_tiles(
+def run_layer_in_chunks(
     module: torch.nn.Module,
     run: Callable[[torch.Tensor, slice], torch.Tensor],
     x: torch.Tensor,
     block: int,
-    kept: Kept | None,
+    saved: SavedAttention | None,
 ) -> torch.Tensor:
     """``run(x, all tokens)``, a few tokens at a time, with K and V in host memory.
 
@@ -95,7 +97,7 @@ def run_layer_in_tiles(
         run: hidden states [B, n, H] of some tokens, and which they are, to [B, n, H']. It attends once.
         x: [B, L, H].
         block: tokens of a tile, and rows of a block of K and V.
-        kept: where the attention's outputs wait for the backward pass; None to compute them again.
+        saved: where the attention's outputs wait for the backward pass; None to compute them again.
 
     Returns:
         [B, L, H'].
@@ -106,8 +108,8 @@ def run_layer_in_tiles(
     """
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not torch.is_grad_enabled():
-        kept = None
-    return _TiledLayer.apply(x, _Layer(module, run, x.size(1), block, kept, autocast_of(x.device.type)), *parameters)
+        saved = None
+    return _ChunkedLayer.apply(x, _Layer(module, run, x.size(1), block, saved, autocast_of(x.device.type)), *parameters)
 
 
 @dataclass(eq=False)
@@ -118,27 +120,27 @@ class _Layer:
     run: Callable[[torch.Tensor, slice], torch.Tensor]
     length: int
     block: int
-    kept: Kept | None
+    saved: SavedAttention | None
     autocast: Callable[[], AbstractContextManager]
 
     @property
     def spans(self) -> list[Run]:
         return [(start, min(start + self.block, self.length)) for start in range(0, self.length, self.block)]
 
-    def hold(self, x: torch.Tensor, word: str) -> Held:
+    def make_host_kv(self, x: torch.Tensor, phase: str) -> HostKV:
         """K and V of all tokens."""
-        held = None
+        host_kv = None
         for tokens in self.spans:
             key, value, make = self.until_attention(x[:, slice(*tokens)], tokens)
-            held = held or make(self.block)
-            held.put(tokens, key, value, word)
-        held.complete(word)
-        return held
+            host_kv = host_kv or make(self.block)
+            host_kv.put(tokens, key, value, phase)
+        host_kv.complete(phase)
+        return host_kv
 
-    def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, Hold]:
+    def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, MakeHostKV]:
         """The first half of the layer on a span: K and V by tokens, and what holds them."""
         try:
-            with self._on(Span(tokens)):
+            with self._on(LayerChunk(tokens)):
                 self.run(x, slice(*tokens))
         except _AttentionReached as reached:
             return reached.args
@@ -147,13 +149,13 @@ class _Layer:
             "attention. Take the key out."
         )
 
-    def through(self, x: torch.Tensor, tokens: Run, held: Held) -> tuple[torch.Tensor, Span]:
+    def through(self, x: torch.Tensor, tokens: Run, host_kv: HostKV) -> tuple[torch.Tensor, LayerChunk]:
         """The whole layer on a span."""
-        with self._on(Span(tokens, held)) as span:
+        with self._on(LayerChunk(tokens, host_kv)) as span:
             return self.run(x, slice(*tokens)), span
 
     @contextmanager
-    def _on(self, span: Span) -> Iterator[Span]:
+    def _on(self, span: LayerChunk) -> Iterator[LayerChunk]:
         token = _running.set(span)
         try:
             with self.autocast():
@@ -163,23 +165,23 @@ class _Layer:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        if self.kept is None:
+        if self.saved is None:
             yield
         else:
-            with self.kept.run():
+            with self.saved.run():
                 yield
 
 
-class _TiledLayer(torch.autograd.Function):
+class _ChunkedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, *parameters):
-        ctx.layer, ctx.parameters, ctx.unchanged = layer, parameters, Unchanged(layer.module)
+        ctx.layer, ctx.parameters, ctx.weight_versions = layer, parameters, WeightVersions(layer.module)
         ctx.save_for_backward(x)
         before, out = rng.state(), None
-        held = layer.hold(x, "forward")
+        host_kv = layer.make_host_kv(x, "forward")
         with layer.keeping():
             for tokens in layer.spans:
-                part, _ = layer.through(x[:, slice(*tokens)], tokens, held)
+                part, _ = layer.through(x[:, slice(*tokens)], tokens, host_kv)
                 out = x.new_empty((*x.shape[:2], *part.shape[2:]), dtype=part.dtype) if out is None else out
                 out[:, slice(*tokens)] = part
         if not rng.same(before, rng.state()):
@@ -192,24 +194,24 @@ class _TiledLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ctx.unchanged.check(ctx.layer.module, "its gradients")
+        ctx.weight_versions.check(ctx.layer.module, "its gradients")
         (x,) = ctx.saved_tensors
         layer, gradients = ctx.layer, Gradients(ctx.parameters)
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        held = layer.hold(x, "backward")
+        host_kv = layer.make_host_kv(x, "backward")
         with layer.keeping():
             for tokens in layer.spans:
                 leaf = _leaf(x, tokens, of_x)
                 with torch.enable_grad():
-                    out, span = layer.through(leaf, tokens, held)
+                    out, span = layer.through(leaf, tokens, host_kv)
                 of_leaf, _ = gradients.add([out], [grad[:, slice(*tokens)]], leaf, span.nothing[0])
                 _add(of_x, tokens, of_leaf)
-        held.send_home()
+        host_kv.return_gradients()
         for tokens in layer.spans:
             leaf = _leaf(x, tokens, of_x)
             with torch.enable_grad():
                 key, value, _ = layer.until_attention(leaf, tokens)
-            _add(of_x, tokens, *gradients.add([key, value], held.gradient(tokens), leaf))
+            _add(of_x, tokens, *gradients.add([key, value], host_kv.gradient(tokens), leaf))
         return of_x, None, *gradients.total()
 
 

@@ -12,10 +12,10 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from ds_cp.tiled.unchanged import Unchanged
+from ds_cp.chunked.weight_versions import WeightVersions
 
 
-def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int):
+def run_in_chunks(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int):
     """``run(x)``, a tile of rows at a time.
 
     Args:
@@ -32,7 +32,7 @@ def run_in_tiles(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Te
     """
     parameters = [each for each in module.parameters() if each.requires_grad]
     flat = x.reshape(-1, x.size(-1))
-    out = _Tiled.apply(flat, module, run, rows, autocast_of(x.device.type), *parameters)
+    out = _ChunkedModule.apply(flat, module, run, rows, autocast_of(x.device.type), *parameters)
     return out.view(*x.shape[:-1], out.size(-1))
 
 
@@ -78,10 +78,10 @@ class Gradients:
             yield None if of_all is None else of_all.to(parameter.dtype)
 
 
-class _Tiled(torch.autograd.Function):
+class _ChunkedModule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, module, run, rows, autocast, *parameters):
-        ctx.module, ctx.unchanged = module, Unchanged(module)
+        ctx.module, ctx.weight_versions = module, WeightVersions(module)
         ctx.run, ctx.rows, ctx.autocast, ctx.parameters = run, rows, autocast, parameters
         ctx.save_for_backward(x)
         return torch.cat([run(tile) for tile in x.split(rows)])
@@ -89,7 +89,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ctx.unchanged.check(ctx.module, "its gradients")
+        ctx.weight_versions.check(ctx.module, "its gradients")
         (x,) = ctx.saved_tensors
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         gradients = Gradients(ctx.parameters)

@@ -13,8 +13,8 @@ from typing import Any, Callable
 
 import torch
 
+from ds_cp.forward.ambient import current_task_head
 from ds_cp.forward.region import Region
-from ds_cp.forward.running import current_head
 from ds_cp.loss import shift_left
 from ds_cp.patches.transformers.models.code import closed_over
 
@@ -55,7 +55,7 @@ def plain_forward(head: torch.nn.Module) -> Any:
 
 
 def _forward(fused: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    call = current_head()
+    call = current_task_head()
     if not kwargs.get("fused_lm_head") or call is None or not call.keeps_local:
         return fused(self, *args, **kwargs)
     del kwargs["fused_lm_head"]

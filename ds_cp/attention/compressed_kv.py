@@ -8,14 +8,14 @@ from typing import Iterator, Sequence
 import torch
 
 from ds_cp.attention.exchange import Exchange, Pair, as_heads
-from ds_cp.attention.score import Where
+from ds_cp.attention.score import TileCoordinates
 from ds_cp.attention.selected import Selected
 from ds_cp.attention.terms import as_bias
 from ds_cp.mask.schedule import Step
 
 
 @dataclass(frozen=True, eq=False)
-class PooledEntries:
+class CompressedKV:
     """The entries of all documents of each row, side by side. A query sees those of its document whose window is complete.
 
     Attributes:
@@ -35,19 +35,19 @@ class PooledEntries:
     positions: torch.Tensor
     selected: Selected | None = None
 
-    def of(self, where: Where, dtype: torch.dtype) -> torch.Tensor:
+    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query sees the entry, -inf elsewhere, [B, 1, m, n]."""
-        origin, positions = (x[where.batch][:, where.q, None] for x in (self.origin, self.positions))
-        start, number = (x[where.batch][:, None, where.k] for x in (self.start, self.number))
+        origin, positions = (x[coordinates.batch][:, coordinates.q, None] for x in (self.origin, self.positions))
+        start, number = (x[coordinates.batch][:, None, coordinates.k] for x in (self.start, self.number))
         seen = (start == origin) & (number < (positions + 1) // self.rate)
         hidden = as_bias(seen, dtype).unsqueeze(1)
-        return hidden if self.selected is None else hidden + self.selected.of(where, dtype)
+        return hidden if self.selected is None else hidden + self.selected.of(coordinates, dtype)
 
-    def of_heads(self, heads: slice) -> "PooledEntries":
+    def of_heads(self, heads: slice) -> "CompressedKV":
         return replace(self, selected=self.selected and self.selected.of_heads(heads))
 
 
-class WithEntries:
+class CompressedKVExchange:
     """An exchange with one more step, whose keys are here already; their gradient stays here.
 
     Args:
@@ -59,17 +59,17 @@ class WithEntries:
     def __init__(self, exchange: Exchange, steps: Sequence[Step], keys: torch.Tensor):
         self.steps, self._exchange, self._keys, self._gradient = steps, exchange, keys, None
 
-    def arrivals(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        yield from self._exchange.arrivals(key, value)
+    def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        yield from self._exchange.received(key, value)
         yield self.steps[-1], self._keys, self._keys
 
-    def send_home(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: Pair) -> None:
         if step is self.steps[-1]:
             d_keys, d_values = as_heads(grad_rows, self._keys.size(-1))
             self._gradient = (d_keys + d_values).to(self._keys.dtype)
         else:
-            self._exchange.send_home(step, grad_rows, home)
+            self._exchange.return_gradients(step, grad_rows, own_gradients)
 
-    def finish(self, home: Pair) -> torch.Tensor | None:
-        self._exchange.finish(home)
+    def finish(self, own_gradients: Pair) -> torch.Tensor | None:
+        self._exchange.finish(own_gradients)
         return torch.zeros_like(self._keys) if self._gradient is None else self._gradient

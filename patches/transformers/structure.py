@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_cp.config import KEY, ConfigError
-from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band, Chunks, Rule
+from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band, ChunkedAttention, Rule
 from ds_cp.patches.transformers.models import layers
 from ds_cp.planner import ModelFacts
 
@@ -130,7 +130,7 @@ def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:
     if window:
         rules["sliding_attention"] = whole & Band(window - 1, window - 1)
     if chunk:
-        rules["chunked_attention"] = whole & Chunks(chunk)
+        rules["chunked_attention"] = whole & ChunkedAttention(chunk)
     usual = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [usual] * attention_layers(config, decoder)
     return Counter(rules.get(kind, whole) for kind in kinds)

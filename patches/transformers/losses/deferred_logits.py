@@ -7,8 +7,8 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
-from ds_cp.tiled.loss import linear_cross_entropy
-from ds_cp.tiled.unchanged import Unchanged
+from ds_cp.chunked.cross_entropy import linear_cross_entropy
+from ds_cp.chunked.weight_versions import WeightVersions
 
 POINTWISE = frozenset("add sub mul div true_divide neg tanh float to contiguous".split())
 """What a model may do to its logits without having them computed: scales, softcaps, casts."""
@@ -36,7 +36,7 @@ class DeferredLogits:
         self._projection, self._hidden, self._like = projection, hidden, like
         self._before, self._step, self.returned = before, step, returned
         self._computed: torch.Tensor | None = None
-        self._unchanged = Unchanged(projection) if before is None else None
+        self._weight_versions = WeightVersions(projection) if before is None else None
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class DeferredLogits:
         """
         if self._computed is None:
             if self._before is None:
-                self._unchanged.check(self._projection, "logits that are computed only now")
+                self._weight_versions.check(self._projection, "logits that are computed only now")
                 self._computed = self._projection(self._hidden, F.linear)
             else:
                 self._computed = self._step(self._before.computed())

@@ -19,14 +19,14 @@ WHOLE = frozenset({*ENCODER, *SECOND})
 """Tensors of a second sequence; its length may be that of the first by chance."""
 
 
-def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
+def local_arguments(region: Region, arguments: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
     """A stack's arguments for this rank's tokens."""
     batch, seq_len = shape
     per_token = {(batch, seq_len), (1, seq_len)}  # the latter for every row
     local: dict[str, Any] = {}
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in FLASH_FACTS or name in OF_THE_HEAD:
             continue
         value = masks.change_deferred(value, lambda mask: mask.bind(region))
@@ -53,15 +53,15 @@ def arguments(region: Region, given: Mapping[str, Any], shape: tuple[int, int]) 
     return (
         local
         | {"attention_mask": mask}
-        | _visual(region, given)
-        | _encoder_mask(region, given)
-        | _images(region, given)
+        | _visual(region, arguments)
+        | _encoder_mask(region, arguments)
+        | _images(region, arguments)
     )
 
 
-def _visual(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
+def _visual(region: Region, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What later layers add to visual tokens (qwen3_vl's deepstack): rows [visual tokens, d], in the order of the tokens."""
-    marked, rows = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
+    marked, rows = arguments.get("visual_pos_masks"), arguments.get("deepstack_visual_embeds")
     if marked is None or rows is None:
         return {}
     index = marked.flatten().cumsum(0).view_as(marked) - 1
@@ -69,9 +69,9 @@ def _visual(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"deepstack_visual_embeds": [each[mine.to(each.device)] for each in rows]}
 
 
-def _encoder_mask(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
+def _encoder_mask(region: Region, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The padding of an encoder's tokens, which every rank holds whole; the region recognises it by its identity."""
-    states, mask = (given.get(name) for name in ENCODER)
+    states, mask = (arguments.get(name) for name in ENCODER)
     if states is None:
         return {}
     if mask is None:
@@ -85,12 +85,12 @@ def _encoder_mask(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
     return {ENCODER[1]: region.encoder_mask}
 
 
-def _images(region: Region, given: Mapping[str, Any]) -> dict[str, Any]:
+def _images(region: Region, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Which parts of images each token sees in mllama's cross attention, [B, 1, S, keys], and whether it sees any."""
-    if given.get("cross_attention_states") is None:
+    if arguments.get("cross_attention_states") is None:
         return {}
     seen, any_seen = (
-        None if (value := given.get(name)) is None else region.shard(value, dim=2)
+        None if (value := arguments.get(name)) is None else region.shard(value, dim=2)
         for name in ("cross_attention_mask", "full_text_row_masked_out_mask")
     )
     return {"cross_attention_mask": masks.CrossMask(seen), "full_text_row_masked_out_mask": any_seen}

@@ -18,12 +18,13 @@ from ds_cp import mesh as meshes
 from ds_cp import patches, planner
 from ds_cp.agreement import agree_on_plan
 from ds_cp.mesh import Mesh
-from ds_cp.patches import liger, trl
-from ds_cp.patches.transformers import anatomy, attention, heads, stacks, support
-from ds_cp.patches.transformers.losses import causal_lm, logits
-from ds_cp.patches.transformers.memory import layers, mlp, offload, recompute
+from ds_cp.patches import liger
+from ds_cp.patches.transformers import attention, decoder_stacks, structure, support, task_head
+from ds_cp.patches.transformers.decoder_stacks import Stack
+from ds_cp.patches.transformers.losses import causal_lm, projection
+from ds_cp.patches.transformers.memory import chunked_layers, chunked_mlp, offload, recompute
 from ds_cp.patches.transformers.models import families, recurrent, rope
-from ds_cp.patches.transformers.stacks import Stack
+from ds_cp.patches.trl import fused_head
 from ds_cp.planner import Plan
 
 
@@ -51,29 +52,29 @@ class Attachment:
 _attached: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 
 
-def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachment:
+def attach(model: torch.nn.Module, requested: key.ContextParallelConfig) -> Attachment:
     """Share the sequences of a model, in place. Attaching it again with the same key changes nothing.
 
     Args:
         model: a transformers model, possibly wrapped (PEFT).
-        asked: the checked key with an explicit size above 1.
+        requested: the checked key with an explicit size above 1.
 
     Raises:
         ConfigError: the model cannot be shared exactly, or is attached with another key, or ranks disagree on the plan.
         GroupError: a rank does not attach the model.
     """
-    head = anatomy.find_model(model)
+    head = structure.find_model(model)
     support.refuse_adapters(model)
-    decoder = anatomy.find_decoder(head)
+    decoder = structure.find_decoder(head)
     config = head.config.get_text_config(decoder=True)
     device = get_accelerator().device_name()
-    facts = support.examine(head, decoder, asked.unverified)
+    facts = support.examine(head, decoder, requested.unverified)
     node = _ranks_per_node(device)
     try:
-        plan = planner.resolve(asked, facts, node, device)
+        plan = planner.resolve(requested, facts, node, device)
     except key.ConfigError as problem:
         if torch.distributed.is_initialized():
-            agree_on_plan(str(problem), asked.timeout)  # it may be the affair of one node
+            agree_on_plan(str(problem), requested.timeout)  # it may be the affair of one node
         raise
     if decoder in _attached:
         if _attached[decoder].plan != plan:
@@ -87,9 +88,9 @@ def attach(model: torch.nn.Module, asked: key.ContextParallelConfig) -> Attachme
             f"{facts.name} is a copy of a model that is attached: it has that model's hooks and would cut each sequence twice. "
             "Copy a model before it is attached. Nothing was changed."
         )
-    parts = stacks.find(head)
+    parts = decoder_stacks.find(head)
     if plan.offload_kv:
-        layers.check(parts)
+        chunked_layers.check(parts)
     agree_on_plan(plan, plan.timeout)
     mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
     patches.install()
@@ -121,17 +122,17 @@ def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: 
         each._attn_implementation = attention.NAME
     plan = state.plan
     for part in parts.items():
-        yield from (handle.remove for handle in stacks.hook(*part, plan, state.mesh))
+        yield from (handle.remove for handle in decoder_stacks.hook(*part, plan, state.mesh))
     if head not in parts:
-        yield from (handle.remove for handle in heads.hook(head, state.vocab))
-    yield from (change.attach(head) for change in (trl, causal_lm, logits))
+        yield from (handle.remove for handle in task_head.hook(head, state.vocab))
+    yield from (change.attach(head) for change in (fused_head, causal_lm, projection))
     for module in parts:
         yield from (change.attach(module) for change in (families, rope, recurrent))
         if plan.offload_activations:
-            yield offload.attach(module, checkpoints=bool(plan.offload_kv) and layers.all_in_tiles(module))
+            yield offload.attach(module, checkpoints=bool(plan.offload_kv) and chunked_layers.all_in_chunks(module))
         if plan.offload_kv:
-            yield layers.attach(module, plan)
-        yield mlp.attach(module, plan.tiled_mlp)
+            yield chunked_layers.attach(module, plan)
+        yield chunked_mlp.attach(module, plan.tiled_mlp)
         yield recompute.attach(module, keeps=not plan.recompute_attention, offloads=plan.offload_activations)
 
 

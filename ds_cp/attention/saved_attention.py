@@ -18,7 +18,7 @@ def _as_it_is(tensor: Any) -> Any:
     return tensor
 
 
-class Kept:
+class SavedAttention:
     """What the attention calls of one run of one layer left for its recomputation, in the order of the calls.
 
     Args:
@@ -56,9 +56,9 @@ class Kept:
         return self._back(out), lse
 
 
-_running: ContextVar[Kept | None] = ContextVar("kept attention of the running layer", default=None)
+_running: ContextVar[SavedAttention | None] = ContextVar("kept attention of the running layer", default=None)
 
 
-def current() -> Kept | None:
+def current() -> SavedAttention | None:
     """Of the checkpointed layer that runs in this thread, if any."""
     return _running.get()

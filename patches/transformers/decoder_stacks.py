@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from ds_cp import balance
 from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
-from ds_cp.forward.head_call import HeadCall
+from ds_cp.forward.ambient import current, current_task_head, enter_stack, leave_stack
 from ds_cp.forward.region import Region
-from ds_cp.forward.running import current, current_head, enter_stack, leave_stack
+from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
-from ds_cp.patches.transformers import anatomy, bounds, cut, masks, prefill, support
 from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers import bounds, masks, prefill, shard_batch, structure, support
 from ds_cp.planner import Plan
 
 
@@ -53,12 +53,12 @@ class Stack:
 
 def find(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     """The stacks of a model by the module that runs them, in the order in which they run."""
-    *encoders, decoder = anatomy.find_stacks(head)
+    *encoders, decoder = structure.find_stacks(head)
     stacks = {}
     for module in (*encoders, decoder):
-        config, is_decoder = anatomy.stack_config(head, module), module is decoder
-        layers = anatomy.mixers(module, config, is_decoder)
-        rules, tables = anatomy.layer_rules(config, is_decoder), bounds.position_tables(module)
+        config, is_decoder = structure.stack_config(head, module), module is decoder
+        layers = structure.mixers(module, config, is_decoder)
+        rules, tables = structure.layer_rules(config, is_decoder), bounds.position_tables(module)
         stacks[module] = Stack(layers, rules, is_decoder, tables, prefill.argument_of(module))
     return stacks
 
@@ -78,28 +78,28 @@ def hook(module: PreTrainedModel, stack: Stack, plan: Plan, mesh: Mesh) -> list[
 def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
     @torch.compiler.disable
     def before_stack(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = batches.with_assumed_mask(module, batches.named(signature, args, kwargs))
-        call = (current_head() if stack.feeds_head else None) or HeadCall()
+        arguments = batches.with_assumed_mask(module, batches.named(signature, args, kwargs))
+        call = (current_task_head() if stack.feeds_head else None) or TaskHeadCall()
         # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
-        fills_cache = given.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
+        fills_cache = arguments.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
         cache, mode = None, int(call.keeps_local)
-        if batches.cache_of(given) is not None or fills_cache:
-            cache, mode = prefill.empty_cache(module, given) if stack.cache else None, WITH_CACHE
+        if batches.cache_of(arguments) is not None or fills_cache:
+            cache, mode = prefill.empty_cache(module, arguments) if stack.cache else None, WITH_CACHE
             if cache is None:
                 if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
-                    agree(mesh.control, None, (*batches.shape_of(given), mode), 0, stack.forwards)
+                    agree(mesh.control_group, None, (*batches.shape_of(arguments), mode), 0, stack.forwards)
                 enter_stack(module, None)  # every rank runs the whole; in decoding that is one new token
                 return masks.plain(args), masks.plain(kwargs)
-        region = _open(stack, plan, mesh, given, call, module, mode)
+        region = _open(stack, plan, mesh, arguments, call, module, mode)
         stack.forwards += 1
-        local = cut.arguments(region, given, batches.shape_of(given))
+        local = shard_batch.local_arguments(region, arguments, batches.shape_of(arguments))
         if batches.ENCODER[1] not in signature.parameters:
             local.pop(batches.ENCODER[1], None)
         if cache is not None:
             local[stack.cache] = prefill.Filling(cache, region)
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
-        stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, given)
+        stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, arguments)
         enter_stack(module, region)
         return (), local
 
@@ -108,32 +108,38 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
 
 
 def _open(
-    stack: Stack, plan: Plan, mesh: Mesh, given: Mapping[str, Any], call: HeadCall, module: torch.nn.Module, mode: int
+    stack: Stack,
+    plan: Plan,
+    mesh: Mesh,
+    arguments: Mapping[str, Any],
+    call: TaskHeadCall,
+    module: torch.nn.Module,
+    mode: int,
 ) -> Region:
     """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
     error, documents, shape, digest = None, None, (0, 0), 0
     kind = (module.training and torch.is_grad_enabled(), mode)
     first = kind not in stack.compared
     try:
-        shape = batches.shape_of(given)
-        support.refuse_call(module, given, call)
-        batches.check_shapes(given, call.labels if call.keeps_local else None, *shape)
-        batches.refuse_lost_facts(call.told, given)
-        documents = batches.documents(given, *shape)
+        shape = batches.shape_of(arguments)
+        support.refuse_call(module, arguments, call)
+        batches.check_shapes(arguments, call.labels if call.keeps_local else None, *shape)
+        batches.refuse_lost_facts(call.batch_facts, arguments)
+        documents = batches.documents(arguments, *shape)
         if plan.checks != "off":
-            bounds.check(module, stack.tables, given, call)
-            contents = batches.contents(given, call) if plan.checks == "every_step" or first else []
+            bounds.check(module, stack.tables, arguments, call)
+            contents = batches.contents(arguments, call) if plan.checks == "every_step" or first else []
             # layout and schedule come from the documents, and these are on the host: they are compared on each step
             digest = digest_of([*documents.ranges, *contents])
     except (BatchError, ValueError) as problem:
         error = str(problem)
     except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
         error = f"{type(problem).__name__} while the batch was read: {problem}"
-    agree(mesh.control, error, (*shape, mode), digest, stack.forwards)
+    agree(mesh.control_group, error, (*shape, mode), digest, stack.forwards)
     stack.compared.add(kind)
     assert documents is not None
     layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, stack.rules)
-    return Region(plan, mesh, layout, documents, whole_mask=batches.whole_mask(given, *shape))
+    return Region(plan, mesh, layout, documents, whole_mask=batches.whole_mask(arguments, *shape))
 
 
 def _after(stack: Stack):
@@ -148,7 +154,7 @@ def _after(stack: Stack):
                 "shard only. Do not change the model's attention implementation after it was attached, and do not replace "
                 "its attention layers."
             )
-        call = current_head()
+        call = current_task_head()
         keeps_local = stack.feeds_head and call is not None and call.keeps_local
         if keeps_local:
             if call.region is not None:
