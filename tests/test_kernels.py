@@ -17,7 +17,7 @@ from ds_cp.attention.kernels.binding import UnknownVersion, bind
 from ds_cp.attention.kernels.flash_attention_2 import FlashAttention2
 from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.kernels.torch_flash import TorchCudaKernel
-from ds_cp.attention.kernels.windows import ALL, fit, group
+from ds_cp.attention.kernels.windows import ALL, fit, launches
 from ds_cp.attention.score import Score
 from ds_cp.cli.bench import in_process
 from ds_cp.config import ConfigError, read
@@ -125,7 +125,7 @@ def test_any_band_is_one_window_or_a_few(m, n, offset, left, right, which):
             index = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
             a, b, c = q[:, :, index[0]], k[:, :, index[1]], v[:, :, index[1]]
             for mine, formula in zip(
-                kernel.forward(a, b, c, *kernel.group([piece], CPU), Score(0.3)), _formula(a, b, c, seen)
+                kernel.forward(a, b, c, *kernel.launches([piece], CPU), Score(0.3)), _formula(a, b, c, seen)
             ):
                 assert torch.allclose(mine, formula)
         i, j = torch.arange(m).unsqueeze(-1) + start + offset, torch.arange(n) + start
@@ -144,7 +144,7 @@ def test_the_stand_in_has_flash_attention_2s_trap_and_the_split_avoids_it():
     tile = Tile(0, 1, 0, 100, 0, 10, -OPEN, 0)
     kernel = make_kernel("flash_attention_2", "2.8.3.post2")
     q, k, v, _ = tensors((1, 1), 100, 10, batch=1)
-    out, lse = kernel.forward(q, k, v, *kernel.group([tile], CPU), Score(0.3))
+    out, lse = kernel.forward(q, k, v, *kernel.launches([tile], CPU), Score(0.3))
     assert not torch.allclose(lse, ReferenceKernel().forward(q, k, v, tile, Score(0.3))[1])
     assert [piece[2:] for piece in fit(tile)] == [(0, 9, 0, 9, -OPEN, 0), (9, 100, 0, 10, -OPEN, OPEN)]
 
@@ -172,18 +172,18 @@ def test_a_packed_row_is_one_launch(rule):
 
 
 def test_windows_of_a_launch_are_the_rules():
-    assert [(x.left, x.right) for x in group(packed([9, 1, 8])[0].tiles, CPU)] == [(ALL, 0)]
-    assert [(x.left, x.right) for x in group(packed([9, 1, 8], Band(3, 0))[0].tiles, CPU)] == [(3, 0)]
-    assert [(x.left, x.right) for x in group(packed([9, 4], Band(OPEN, OPEN))[0].tiles, CPU)] == [(ALL, ALL)]
+    assert [(x.left, x.right) for x in launches(packed([9, 1, 8])[0].tiles, CPU)] == [(ALL, 0)]
+    assert [(x.left, x.right) for x in launches(packed([9, 1, 8], Band(3, 0))[0].tiles, CPU)] == [(3, 0)]
+    assert [(x.left, x.right) for x in launches(packed([9, 4], Band(OPEN, OPEN))[0].tiles, CPU)] == [(ALL, ALL)]
 
 
 def test_tiles_with_a_gap_other_windows_or_several_batch_rows_stay_apart():
     causal = [Tile(0, 1, 0, 4, 0, 4, -OPEN, 0), Tile(0, 1, 4, 9, 4, 9, -OPEN, 0)]
-    assert len(group(causal, CPU)) == 1
-    assert len(group([causal[0], causal[1]._replace(q_start=5, k_start=5)], CPU)) == 2
-    assert len(group([causal[0], causal[1]._replace(lo=-2)], CPU)) == 2
-    assert len(group([tile._replace(batch_stop=2) for tile in causal], CPU)) == 2
-    assert len(group(causal, CPU, varlen=False)) == 2
+    assert len(launches(causal, CPU)) == 1
+    assert len(launches([causal[0], causal[1]._replace(q_start=5, k_start=5)], CPU)) == 2
+    assert len(launches([causal[0], causal[1]._replace(lo=-2)], CPU)) == 2
+    assert len(launches([tile._replace(batch_stop=2) for tile in causal], CPU)) == 2
+    assert len(launches(causal, CPU, varlen=False)) == 2
 
 
 def test_packed_documents_cost_one_call_forward_and_one_backward():
@@ -247,7 +247,7 @@ def test_shapes_of_the_torch_kernel_on_cuda_by_meta_tensors(documents):
     """No GPU: torch's own shape functions run the calls; dense and varlen, v wider than q."""
     kernel = TorchCudaKernel()
     q, k, v, grad_out = (x.to("meta", torch.bfloat16) for x in tensors((4, 2), 24, 24, (20, 24), batch=1))
-    (launch,) = kernel.group(packed(documents)[0].tiles, torch.device("meta"))
+    (launch,) = kernel.launches(packed(documents)[0].tiles, torch.device("meta"))
     out, lse = kernel.forward(q, k, v, launch, Score(0.3))
     assert (out.shape, lse.shape, lse.dtype) == ((1, 4, 24, 24), (1, 4, 24), torch.float32)
     grads = kernel.backward(grad_out, q, k, v, out, lse, launch, Score(0.3))
