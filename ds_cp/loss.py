@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_cp.collectives import all_reduce
-from ds_cp.forward.region import Region
-from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
+from ds_cp.region import Region
 
 
 def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -16,41 +15,26 @@ def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
-def causal_lm_loss(
-    logits: torch.Tensor | DeferredLogits,
-    targets: torch.Tensor,
-    region: Region,
-    num_items: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+def cross_entropy_sum(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Cross entropy of local logits, equal on every rank of the group.
+    """The summed cross entropy of some tokens, in fp32 or fp64.
 
     Args:
-        logits: [B, L, V], this rank's tokens; deferred ones are never computed all at once.
-        targets: [B, S] or [B * S], already shifted, whole on every rank.
-        region: the forward that made the logits.
-        num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
-            NaN and each gradient zero, as transformers has it: a Trainer leaves NaN out of the means that it logs.
-        ignore_index: the label that does not count.
+        logits: [..., V].
+        targets: [...]; ``ignore_index`` does not count.
         label_smoothing: the share of a token's loss that goes to the mean over the vocabulary.
 
     Returns:
-        Scalar, fp32 or fp64.
+        Scalar.
     """
-    targets = targets.view(logits.size(0), -1)  # a collator may hand them over flat
-    local_targets = region.shard(targets.to(logits.device), dim=-1, pad_value=ignore_index)
-    if isinstance(logits, DeferredLogits):
-        total = logits.cross_entropy(local_targets, ignore_index, label_smoothing)
-    else:
-        total = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
-            local_targets.flatten(),
-            ignore_index=ignore_index,
-            reduction="sum",
-            label_smoothing=label_smoothing,
-        )
-    return mean_over_group(total, targets, region, num_items, ignore_index)
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2),
+        targets.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
 def mean_over_group(
@@ -65,7 +49,8 @@ def mean_over_group(
     Args:
         total: scalar, the losses of this rank's tokens.
         targets: [B, S], whole on every rank.
-        num_items: see :func:`causal_lm_loss`.
+        num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
+            NaN and each gradient zero, as in transformers: Trainer leaves NaN out of the means that it logs.
     """
     count = torch.as_tensor((targets != ignore_index).sum() if num_items is None else num_items, device=total.device)
     nothing = count == 0

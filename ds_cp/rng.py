@@ -22,7 +22,7 @@ class ForkedRng:
         self._inside = state()
 
     def close(self, drawn: bool = False) -> None:
-        """Go back to the outside stream; ``drawn`` also when it was from no stream (:meth:`ds_cp.forward.region.Region.seed`)."""
+        """Go back to the outside stream; ``drawn`` also when it was from no stream (:meth:`ds_cp.region.Region.seed`)."""
         drawn = drawn or not same(self._inside, state())
         torch.set_rng_state(self._saved[0])
         if len(self._saved) > 1:

@@ -15,8 +15,8 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.forward.ambient import current_task_head
 from ds_cp.loss import mean_over_group, shift_left
+from ds_cp.patches.transformers.ambient import current_task_head
 
 FORWARDS = "liger_kernel.transformers.model."
 """Where Liger's forwards live: a module per family."""

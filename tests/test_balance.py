@@ -258,8 +258,8 @@ def test_models_on_packed_batches_equal_one_process(workers, method, size, rows)
 
 def layouts_used(config, specs):
     """The layout of each batch's region, and what the plan says at start."""
-    from ds_cp.forward.region import Region
     from ds_cp.patches.transformers import attach
+    from ds_cp.region import Region
 
     model = subject.changed_model(ModelSpec("llama"), config)
     seen, attend = [], Region.attend

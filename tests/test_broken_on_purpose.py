@@ -47,7 +47,7 @@ def labels_shift_after_sharding(patch):
     from ds_cp.patches.transformers.losses import causal_lm as head_loss
 
     patch(head_loss, "shift_left", lambda labels, ignore_index: labels)
-    whole = loss.causal_lm_loss
+    whole = head_loss.causal_lm_loss
 
     def shifted_locally(logits, targets, region, num_items=None, ignore_index=-100):
         class Local:

@@ -242,10 +242,10 @@ def with_mask_function(make, config, inputs):
     from transformers import masking_utils
     from transformers.models.llama import modeling_llama
 
-    from ds_cp.forward.ambient import current
+    from ds_cp.patches.transformers.ambient import current_region
 
     def create(config, inputs_embeds, **kwargs):
-        ids = current().shard(block_ids(), pad_value=-1)
+        ids = current_region().shard(block_ids(), pad_value=-1)
         return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["ds_cp"](2, LENGTH, LENGTH, mask_function=make(ids))
 
     if make is prefix:  # its tensor is made of indices, so it is whole

@@ -42,16 +42,21 @@ def double_inside_of_tiles(dtype):
     """A mode of torch functions does not reach into an autograd function, where the layers run."""
     from ds_cp.chunked import layer as chunked_layer
 
-    on = chunked_layer._Layer._on
+    autocast_of = chunked_layer.autocast_of
 
-    @contextmanager
-    def in_double(self, span):
-        with on(self, span) as span, subject.in_full_precision(dtype):
-            yield span
+    def in_double(device):
+        autocast = autocast_of(device)
 
-    chunked_layer._Layer._on = in_double
+        @contextmanager
+        def both():
+            with autocast(), subject.in_full_precision(dtype):
+                yield
+
+        return both
+
+    chunked_layer.autocast_of = in_double
     with contextlib.ExitStack() as done:
-        done.callback(setattr, chunked_layer._Layer, "_on", on)
+        done.callback(setattr, chunked_layer, "autocast_of", autocast_of)
         yield
 
 
@@ -257,11 +262,11 @@ def test_mlps_of_layers_that_do_not_run_in_tiles_may(workers):
         chunked_mlp.run_in_chunks = lambda module, *args: rows.append(module) or run(module, *args)
         model = subject.changed_model(ModelSpec("bamba"), RING | {"tiled_mlp": True}).train()
         model(**batches.make(BatchSpec("dense", 1, 64)).inputs).loss.backward()
-        extra_query_channels = [layer for layer in model.model.layers if not hasattr(layer, "self_attn")]
-        return len(set(rows)), len(extra_query_channels)
+        others = [layer for layer in model.model.layers if not hasattr(layer, "self_attn")]
+        return len(set(rows)), len(others)
 
-    for bound, extra_query_channels in workers(2).run(tiled):
-        assert bound == extra_query_channels > 0
+    for bound, others in workers(2).run(tiled):
+        assert bound == others > 0
 
 
 def bidirectional_blocks(length):

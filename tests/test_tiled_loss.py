@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_cp.agreement import BatchError
 from ds_cp.chunked import cross_entropy as chunked
-from ds_cp.forward.task_head import LocalLogits
+from ds_cp.patches.transformers.losses.local_logits import LocalLogits
 from harness import batches, engine, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import VOCAB, ModelSpec

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Callable, Iterator
 
 import torch
@@ -35,11 +34,9 @@ class SavedAttention:
     def run(self) -> Iterator[None]:
         """While the layer runs. What the recomputation does not take is let go; one more run computes everything."""
         self._runs += 1
-        token = _running.set(self)
         try:
             yield
         finally:
-            _running.reset(token)
             if self._runs > 1:
                 self._calls.clear()
 
@@ -54,11 +51,3 @@ class SavedAttention:
             return None
         out, lse = self._calls.popleft()
         return self._back(out), lse
-
-
-_running: ContextVar[SavedAttention | None] = ContextVar("kept attention of the running layer", default=None)
-
-
-def current() -> SavedAttention | None:
-    """Of the checkpointed layer that runs in this thread, if any."""
-    return _running.get()

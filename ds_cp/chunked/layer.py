@@ -9,7 +9,6 @@ end. The backward pass does the same and then, when the gradients of K and V are
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Callable, Iterator, Sequence
 
@@ -18,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from ds_cp import rng
 from ds_cp.agreement import BatchError
-from ds_cp.attention import saved_attention
 from ds_cp.attention.attend import Positions, attend
 from ds_cp.attention.host_kv import HostKV, QueryHeadsOnly
 from ds_cp.attention.kernels import Kernel
@@ -30,6 +28,9 @@ from ds_cp.layout import Run
 
 MakeHostKV = Callable[[int], HostKV]
 """Makes the store of a layer's K and V, given the rows of a block."""
+
+RunLayer = Callable[[torch.Tensor, "LayerChunk", SavedAttention | None], torch.Tensor]
+"""Runs a layer on the hidden states [B, n, H] of a chunk of tokens, to [B, n, H']."""
 
 
 class _AttentionReached(Exception):
@@ -59,8 +60,9 @@ class LayerChunk:
         kernel: Kernel,
         score: Score,
         positions: Positions,
+        saved: SavedAttention | None,
     ) -> torch.Tensor:
-        """What :meth:`ds_cp.forward.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
+        """What :meth:`ds_cp.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
         if self.host_kv is None:
             raise _AttentionReached(key, value, make_host_kv)
         if self.nothing:
@@ -70,22 +72,12 @@ class LayerChunk:
             )
         self.nothing, exchange = self.host_kv.nothing(), self.host_kv.exchange(self.tokens)
         heads = QueryHeadsOnly(self.host_kv.heads)
-        return attend(
-            query, *self.nothing, lambda phase: exchange, kernel, score, positions, heads, saved_attention.current()
-        )
-
-
-_running: ContextVar[LayerChunk | None] = ContextVar("span of tokens that a layer runs on", default=None)
-
-
-def current() -> LayerChunk | None:
-    """What the running layer runs on, if it is a part of this rank's tokens."""
-    return _running.get()
+        return attend(query, *self.nothing, lambda phase: exchange, kernel, score, positions, heads, saved)
 
 
 def run_layer_in_chunks(
     module: torch.nn.Module,
-    run: Callable[[torch.Tensor, slice], torch.Tensor],
+    run: RunLayer,
     x: torch.Tensor,
     block: int,
     saved: SavedAttention | None,
@@ -117,7 +109,7 @@ class _Layer:
     """What has no gradient."""
 
     module: torch.nn.Module
-    run: Callable[[torch.Tensor, slice], torch.Tensor]
+    run: RunLayer
     length: int
     block: int
     saved: SavedAttention | None
@@ -138,10 +130,10 @@ class _Layer:
         return host_kv
 
     def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, MakeHostKV]:
-        """The first half of the layer on a span: K and V by tokens, and what holds them."""
+        """The first half of the layer on a chunk: K and V by tokens, and what makes their store."""
         try:
-            with self._on(LayerChunk(tokens)):
-                self.run(x, slice(*tokens))
+            with self.autocast():
+                self.run(x, LayerChunk(tokens), self.saved)
         except _AttentionReached as reached:
             return reached.args
         raise BatchError(
@@ -150,18 +142,10 @@ class _Layer:
         )
 
     def through(self, x: torch.Tensor, tokens: Run, host_kv: HostKV) -> tuple[torch.Tensor, LayerChunk]:
-        """The whole layer on a span."""
-        with self._on(LayerChunk(tokens, host_kv)) as span:
-            return self.run(x, slice(*tokens)), span
-
-    @contextmanager
-    def _on(self, span: LayerChunk) -> Iterator[LayerChunk]:
-        token = _running.set(span)
-        try:
-            with self.autocast():
-                yield span
-        finally:
-            _running.reset(token)
+        """The whole layer on a chunk."""
+        chunk = LayerChunk(tokens, host_kv)
+        with self.autocast():
+            return self.run(x, chunk, self.saved), chunk
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: 
             yield offload.attach(module, checkpoints=bool(plan.offload_kv) and chunked_layers.all_in_chunks(module))
         if plan.offload_kv:
             yield chunked_layers.attach(module, plan)
-        yield chunked_mlp.attach(module, plan.tiled_mlp)
+        yield chunked_mlp.attach(module, plan)
         yield recompute.attach(module, keeps=not plan.recompute_attention, offloads=plan.offload_activations)
 
 

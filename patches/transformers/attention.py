@@ -16,10 +16,10 @@ from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import CompressedKVTerm, Dropout, Score, Term
 from ds_cp.attention.terms import Profiles
-from ds_cp.forward.ambient import current, current_task_head, is_running
-from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers import masks, outside_region
+from ds_cp.patches.transformers.ambient import current_region, current_task_head, in_stack
 from ds_cp.patches.transformers.batch import kind
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models import indexed
 
 NAME = "ds_cp"
@@ -73,13 +73,13 @@ def mask_forward(
     **kwargs: Any,
 ):
     """A mask descriptor inside a region, SDPA's mask outside; before the decoder of a running model a promise of either."""
-    region = current()
+    region = current_region()
     if region is None:
         make = outside_region.mask_maker(kwargs.get("config"))
         given = kwargs | dict(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
         )
-        return masks.Deferred(make, given) if current_task_head() and not is_running() else make(**given)
+        return masks.Deferred(make, given) if current_task_head() and not in_stack() else make(**given)
     if region.encoder_mask is not None and kwargs.get("attention_mask") is region.encoder_mask:
         return masks.cross_mask(mask_function, region)
     return masks.describe(mask_function, region, q_length, kv_length)
@@ -102,7 +102,7 @@ def attention_forward(
         return _shared(*given, attention_mask, dropout, scaling, **kwargs), None
     if isinstance(attention_mask, masks.CrossMask):
         return outside_region.sdpa(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
-    if current() is not None and type(module).__name__ not in ACROSS_LAYERS:
+    if current_region() is not None and type(module).__name__ not in ACROSS_LAYERS:
         raise BatchError(
             f"{type(module).__name__} got {kind(attention_mask)} instead of the mask of the shared sequence: it would "
             "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
@@ -170,7 +170,7 @@ def _shared(
         # as SDPA does it: rotary embeddings leave q and k in fp32 beside a v in the lower precision
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(lower) for x in (query, key, value))
-    return region.attend(query, key, value, mask.rule, score).transpose(1, 2).contiguous()
+    return mask.call.attend(query, key, value, mask.rule, score).transpose(1, 2).contiguous()
 
 
 def _refuse(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, others: Mapping[str, Any]) -> None:

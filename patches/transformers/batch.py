@@ -8,9 +8,9 @@ from typing import Any, Mapping
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.mask.documents import Documents
 from ds_cp.patches.transformers import masks
+from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 
 FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""

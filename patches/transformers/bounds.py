@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.task_head import TaskHeadCall
+from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.patches.transformers.models import positions
 
 BY_IDS = ("embed_tokens_per_layer",)

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from ds_cp import balance
 from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
-from ds_cp.forward.ambient import current, current_task_head, enter_stack, leave_stack
-from ds_cp.forward.region import Region
-from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import bounds, masks, prefill, shard_batch, structure, support
+from ds_cp.patches.transformers.ambient import current_region, current_task_head, enter_stack, leave_stack
+from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.planner import Plan
+from ds_cp.region import Region
 
 
 @dataclass(eq=False)
@@ -202,7 +202,7 @@ def _whole(region: Region, value: Any, fewest_dims: int) -> Any:
 @torch.compiler.disable
 def _before_pooler(pooler: torch.nn.Module, args: tuple) -> tuple | None:
     """Poolers inside a stack take the first token of what they get, so they get all of them."""
-    region = current()
+    region = current_region()
     if region is None:
         return None
     hidden = args[0] if args else None

@@ -18,9 +18,10 @@ from transformers import masking_utils
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Term
 from ds_cp.attention.terms import Computed, Whole
-from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, ChunkedAttention, Rule
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.code import closed_over
+from ds_cp.region import LayerCall, Region
 
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
     "causal_mask_function": lambda held, region: CAUSAL,
@@ -135,11 +136,12 @@ def describe(mask_function: Callable, region: Region, queries: int, keys: int) -
             f"a layer asks for a mask of {queries} queries and {keys} keys in a shared forward: the keys belong to another "
             "sequence (cross attention, a cache or a prefix), of which each rank would see what it takes for its shard."
         )
+    call = LayerCall(region)
     if region.early_mask is not None:
-        return MaskDescriptor(region, *region.early_mask)
+        return MaskDescriptor(call, *region.early_mask)
     if region.whole_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
-        return MaskDescriptor(region, EVERYTHING, (Whole(region.whole_mask),))
-    return MaskDescriptor(region, *read(mask_function, region))
+        return MaskDescriptor(call, EVERYTHING, (Whole(region.whole_mask),))
+    return MaskDescriptor(call, *read(mask_function, region))
 
 
 def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:

@@ -9,7 +9,7 @@ from typing import Any, Callable
 import torch
 
 from ds_cp import patches
-from ds_cp.forward.ambient import current
+from ds_cp.patches.transformers.ambient import current_region
 
 
 def install() -> None:
@@ -31,7 +31,7 @@ def _by_whole_length(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def neftune_post_forward_hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        region = current()
+        region = current_region()
         if region is None:
             return original(module, args, output)
         alpha = module.neftune_noise_alpha

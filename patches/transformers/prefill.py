@@ -14,9 +14,9 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.region import Region
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.models import families
+from ds_cp.region import Region
 
 SHORTEST = 4096
 """Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""

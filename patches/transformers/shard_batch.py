@@ -7,10 +7,11 @@ from typing import Any, Mapping
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD, SECOND
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
+from ds_cp.region import Region
 
 TOKENS = ("input_ids", "inputs_embeds")
 """A token past the sequence's end is one that the model knows: a row of zeros may have no gradient (Gemma 3n)."""

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
-from ds_cp.forward.task_head import TaskHeadCall
 from ds_cp.patches.transformers import neftune, structure, verified
+from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.patches.transformers.models import families, layers, rope
 from ds_cp.planner import ModelFacts
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.ambient import enter_task_head, leave_task_head
-from ds_cp.forward.task_head import LocalLogits, TaskHeadCall
 from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers.ambient import enter_task_head, leave_task_head
 from ds_cp.patches.transformers.losses import causal_lm, label_smoothing
 from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
+from ds_cp.patches.transformers.losses.local_logits import LocalLogits
+from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.patches.trl import fused_head
 
 LOGITS_LIMIT = 16 << 30

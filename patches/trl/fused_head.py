@@ -13,10 +13,10 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.forward.ambient import current_task_head
-from ds_cp.forward.region import Region
 from ds_cp.loss import shift_left
+from ds_cp.patches.transformers.ambient import current_task_head
 from ds_cp.patches.transformers.models.code import closed_over
+from ds_cp.region import Region
 
 IGNORED = -100
 DIFFERENTIABLE = ("log_probs", "entropy")

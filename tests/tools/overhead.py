@@ -98,12 +98,12 @@ def layer(method, length):
     """A layer's attention, forward, and forward and backward."""
     from ds_cp.attention.score import Score
     from ds_cp.config import read
-    from ds_cp.forward.region import Region
     from ds_cp.layout import Layout
     from ds_cp.mask.documents import Documents
     from ds_cp.mask.rules import CAUSAL
     from ds_cp.mesh import build
     from ds_cp.planner import ModelFacts, resolve
+    from ds_cp.region import Region
 
     plan = resolve(read({"size": 2, "method": method}), ModelFacts("tool", ((8, 2),)), 2, "cpu")
     layout = Layout(2 * length, plan.ring, plan.ulysses, plan.layout)

@@ -135,11 +135,11 @@ def _methods(shape: Shape, ranks: int) -> Iterator[tuple[str, tuple[Callable[[],
     from ds_cp.attention.score import Score
     from ds_cp.balance import choose
     from ds_cp.config import ConfigError, read
-    from ds_cp.forward.region import Region
     from ds_cp.mask.documents import Documents
     from ds_cp.mask.rules import CAUSAL
     from ds_cp.mesh import Mesh, build
     from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
+    from ds_cp.region import Region
 
     heads = (shape.query_heads, shape.key_heads)
     positions = np.tile(np.arange(shape.seq_len // shape.documents), shape.documents)[None]

@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ds_cp.forward.ambient import current_task_head
-from ds_cp.loss import causal_lm_loss, shift_left
+from ds_cp.loss import cross_entropy_sum, mean_over_group, shift_left
 from ds_cp.patches import liger
+from ds_cp.patches.transformers.ambient import current_task_head
+from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 from ds_cp.patches.trl import fused_head
+from ds_cp.region import Region
 
 
 def attach(head: torch.nn.Module) -> Callable[[], None]:
@@ -68,3 +70,33 @@ def _calls_loss_function(head: torch.nn.Module) -> bool:
     # a forward of the user's own may do anything with the hidden states
     known = getattr(forward, "__module__", "").startswith(("transformers.models.", liger.FORWARDS))
     return known and "loss_function" in forward.__code__.co_names
+
+
+def causal_lm_loss(
+    logits: torch.Tensor | DeferredLogits,
+    targets: torch.Tensor,
+    region: Region,
+    num_items: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross entropy of local logits, equal on every rank of the group.
+
+    Args:
+        logits: [B, L, V], this rank's tokens; deferred ones are never computed all at once.
+        targets: [B, S] or [B * S], already shifted, whole on every rank.
+        region: the forward that made the logits.
+        num_items: see :func:`ds_cp.loss.mean_over_group`.
+        ignore_index: the label that does not count.
+        label_smoothing: see :func:`ds_cp.loss.cross_entropy_sum`.
+
+    Returns:
+        Scalar, fp32 or fp64.
+    """
+    targets = targets.view(logits.size(0), -1)  # a collator may hand them over flat
+    local_targets = region.shard(targets.to(logits.device), dim=-1, pad_value=ignore_index)
+    if isinstance(logits, DeferredLogits):
+        total = logits.cross_entropy(local_targets, ignore_index, label_smoothing)
+    else:
+        total = cross_entropy_sum(logits, local_targets, ignore_index, label_smoothing)
+    return mean_over_group(total, targets, region, num_items, ignore_index)

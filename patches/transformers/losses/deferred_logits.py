@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from ds_cp.chunked.cross_entropy import linear_cross_entropy
 from ds_cp.chunked.weight_versions import WeightVersions
+from ds_cp.loss import cross_entropy_sum
 
 POINTWISE = frozenset("add sub mul div true_divide neg tanh float to contiguous".split())
 """What a model may do to its logits without having them computed: scales, softcaps, casts."""
@@ -81,11 +82,7 @@ class DeferredLogits:
             steps.append(earlier._step)
             earlier = earlier._before
         if exists or self._like.dim() != 3:
-            logits = self.computed()
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-            return F.cross_entropy(
-                logits, targets.flatten(), ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-            )
+            return cross_entropy_sum(self.computed(), targets, ignore_index, label_smoothing)
 
         def finish(logits: torch.Tensor) -> torch.Tensor:
             for step in reversed(steps[:-1]):

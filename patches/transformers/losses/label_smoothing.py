@@ -13,10 +13,10 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ds_cp import patches
-from ds_cp.forward.task_head import LocalLogits
-from ds_cp.loss import causal_lm_loss, shift_left
+from ds_cp.loss import shift_left
 from ds_cp.patches.transformers import bounds
 from ds_cp.patches.transformers.losses import causal_lm
+from ds_cp.patches.transformers.losses.local_logits import LocalLogits
 
 _steps: list[tuple[bool, bool]] = []
 """(a smoother takes the logits, nobody else asks for them) of the steps that run now, the innermost last."""
@@ -89,7 +89,7 @@ def _smoothed(original: Callable) -> Callable:
             return original(self, model_output, labels, shift_labels, num_items_in_batch)
         targets = shift_left(labels, self.ignore_index) if shift_labels else labels
         bounds.refuse([bounds.of_labels(targets, logits.for_loss().shape[-1], self.ignore_index)])
-        return causal_lm_loss(
+        return causal_lm.causal_lm_loss(
             logits.for_loss(), targets, logits.region, num_items_in_batch, self.ignore_index, self.epsilon
         )
 

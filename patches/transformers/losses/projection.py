@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ds_cp.forward.ambient import current_task_head
+from ds_cp.patches.transformers.ambient import current_task_head
 from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 
 

@@ -8,6 +8,7 @@ layer (a *leaf*) once whatever the number of tiles. It checkpoints itself.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping
 
@@ -18,15 +19,16 @@ from transformers.utils.output_capturing import _active_collector
 
 from ds_cp.agreement import BatchError
 from ds_cp.attention.saved_attention import SavedAttention
-from ds_cp.chunked.layer import run_layer_in_chunks
+from ds_cp.chunked.layer import LayerChunk, run_layer_in_chunks
 from ds_cp.config import KEY, ConfigError
-from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers import prefill
 from ds_cp.patches.transformers.batch import kind
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
 from ds_cp.patches.transformers.memory import offload
 from ds_cp.patches.transformers.memory.leaf_modules import bind
 from ds_cp.patches.transformers.models import families, layers, recurrent
 from ds_cp.planner import Plan
+from ds_cp.region import LayerCall
 
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1, "attention_scaling": -2}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
@@ -101,15 +103,17 @@ def _forward(plan: Plan, self: GradientCheckpointingLayer, *args: Any, **kwargs:
     plain = checkpointed.__wrapped__  # without the checkpoint: what runs in tiles keeps its input only
     x, others = _arguments(inspect.signature(plain).bind(self, *args, **kwargs))
     # the mask tells, not what runs: it travels with a recomputation, too
-    shared = any(isinstance(value, MaskDescriptor) for value in others.values())
-    if not shared or any(others.get(name) is not None for name in CACHES):
+    mask = next((value for value in others.values() if isinstance(value, MaskDescriptor)), None)
+    if mask is None or any(others.get(name) is not None for name in CACHES):
         return checkpointed(self, *args, **kwargs)
     _refuse_watchers(self)
     parts = {name: _cutter(self, name, value, x.size(1)) for name, value in others.items()}
     rest: list[Any] = []
 
-    def run(part: torch.Tensor, tokens: slice) -> torch.Tensor:
-        output = plain(self, part, **{name: cut(tokens) for name, cut in parts.items()})
+    def run(part: torch.Tensor, chunk: LayerChunk, saved: SavedAttention | None) -> torch.Tensor:
+        call, tokens = LayerCall(mask.region, saved, chunk), slice(*chunk.tokens)
+        arguments = {name: cut(tokens) for name, cut in parts.items()}
+        output = plain(self, part, **map_masks(arguments, lambda mask: replace(mask, call=call)))
         rest[:] = output[1:] if isinstance(output, tuple) else [...]
         return output[0] if isinstance(output, tuple) else output
 

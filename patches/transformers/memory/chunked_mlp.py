@@ -14,9 +14,9 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
-from ds_cp.chunked import layer
 from ds_cp.chunked.module import run_in_chunks
 from ds_cp.patches.transformers.memory.leaf_modules import bind
+from ds_cp.planner import Plan
 
 LARGE = 256 << 20
 """Bytes of one intermediate activation, from which on "auto" tiles."""
@@ -36,13 +36,16 @@ PROJECTIONS = (
 """What a plain MLP consists of; anything beside them and an activation (routers, experts, norms, dropout) excludes it."""
 
 
-def attach(stack: nn.Module, switch: bool | None) -> Callable[[], None]:
+def attach(stack: nn.Module, plan: Plan) -> Callable[[], None]:
     """Bind the forwards of a stack's MLPs; returns what undoes it.
 
     Args:
-        switch: True, False, or None for "where it pays".
+        plan: ``tiled_mlp`` of it is True, False, or None for "where one activation is large". Under ``offload_kv`` layers
+            already run on chunks of tokens, and an MLP that is called with no more tokens than these runs whole.
     """
-    return bind([] if switch is False else _mlps(stack), partial(_forward, switch is True))
+    return bind(
+        [] if plan.tiled_mlp is False else _mlps(stack), partial(_forward, plan.tiled_mlp is True, plan.offload_kv)
+    )
 
 
 def _mlps(stack: nn.Module) -> Iterator[nn.Module]:
@@ -66,10 +69,9 @@ def _width(module: nn.Module) -> int:
     return max((getattr(child, "out_features", 0) for child in module.children()), default=0)
 
 
-def _forward(always: bool, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(always: bool, few_tokens: int, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = MethodType(type(self).forward, self)
-    in_a_tile = layer.current() is not None  # of its layer: few tokens already
-    if in_a_tile or len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+    if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].size(-2) <= few_tokens:
         return original(*args, **kwargs)
     row = _width(self) * args[0].element_size()
     if (not always and args[0].shape[:-1].numel() * row <= LARGE) or _cannot_run_twice(self):

@@ -10,16 +10,17 @@ checkpoint around anything else recomputes all of it, as ever, and layers that g
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable
 
 import torch
 
 from ds_cp.attention.saved_attention import SavedAttention
-from ds_cp.forward.ambient import again, current
-from ds_cp.forward.region import Region
+from ds_cp.patches.transformers.ambient import current_region, recomputing_in
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
 from ds_cp.patches.transformers.memory import offload
+from ds_cp.region import Region
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 
@@ -76,13 +77,29 @@ def _is_wrapped(function: Any) -> bool:
 
 def _checkpoint(checkpoint: Callable, make: Callable, layer: Callable, *args: Any, **kwargs: Any) -> Any:
     """One run of a layer under a checkpoint function. What it keeps lives as long as the checkpoint holds the layer."""
-    region = current()
+    region = current_region()
     return checkpoint(partial(_run, make(), region, layer) if region else layer, *args, **kwargs)
 
 
 def _run(saved: SavedAttention | None, region: Region, layer: Callable, *args: Any, **kwargs: Any) -> Any:
-    with saved.run() if saved else nullcontext(), again(layer, region):
-        return layer(*args, **kwargs)
+    if saved is None:
+        with recomputing_in(layer, region):
+            return layer(*args, **kwargs)
+    run, args, kwargs = _with_saved(saved, layer, args, kwargs)
+    with saved.run(), recomputing_in(layer, region):
+        return run(*args, **kwargs)
+
+
+def _with_saved(saved: SavedAttention, layer: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+    """A layer and its arguments, whose masks lead attention to ``saved``; transformers binds keywords to the layer."""
+
+    def lead(mask: MaskDescriptor) -> MaskDescriptor:
+        return replace(mask, call=replace(mask.call, saved=saved))
+
+    if isinstance(layer, partial):
+        bound = map_masks((layer.args, layer.keywords), lead)
+        layer = partial(layer.func, *bound[0], **bound[1])
+    return layer, *map_masks((args, kwargs), lead)
 
 
 def _nothing_kept() -> None:

@@ -16,12 +16,12 @@ import torch
 from ds_cp.agreement import BatchError
 from ds_cp.attention.compressed_kv import CompressedKV
 from ds_cp.attention.selected import Selected
-from ds_cp.forward.ambient import current
-from ds_cp.forward.region import Region
+from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.models.indexers import StoredKeys
 from ds_cp.patches.transformers.models.plain import runs_alone
 from ds_cp.patches.transformers.models.replacement import Replacement
+from ds_cp.region import Region
 
 
 class Windows(NamedTuple):
@@ -77,7 +77,7 @@ def _find(region: Region, rate: int, device: torch.device) -> Windows:
 def compress(original: Callable, self: Any, hidden_states, q_residual, position_ids, cache, layer_idx):
     """A compressor: inside a region the entries of all documents [B, 1, T, d], where they are, and what the indexer has chosen
     of them."""
-    region = current()
+    region = current_region()
     if region is None:
         return original(hidden_states, q_residual, position_ids, cache, layer_idx)
     found = windows_of(region, self.compress_rate, hidden_states.device)

@@ -15,8 +15,8 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.terms import Bucketed, Linear
-from ds_cp.forward.region import MaskDescriptor
 from ds_cp.patches.transformers.attention import attention_forward
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.masks import CrossMask
 from ds_cp.patches.transformers.models import compressed, indexed, inkling, plain, positions, xlm
 from ds_cp.patches.transformers.models.replacement import Replacement

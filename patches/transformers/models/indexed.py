@@ -16,10 +16,10 @@ import torch
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.selected import Selected, hidden_but
-from ds_cp.forward.ambient import current
-from ds_cp.forward.region import MaskDescriptor, Region
 from ds_cp.mask.queries import Queries
 from ds_cp.mask.rules import CAUSAL
+from ds_cp.patches.transformers.ambient import current_region
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.memory.leaf_modules import make_leaves
 from ds_cp.patches.transformers.models.indexers import (
     DEEPSEEK,
@@ -31,6 +31,7 @@ from ds_cp.patches.transformers.models.indexers import (
     angles_of,
 )
 from ds_cp.patches.transformers.models.replacement import Replacement
+from ds_cp.region import Region
 
 CHUNK_BYTES = 256 << 20
 """Scores that one piece of queries may take: heads x queries x keys in fp32."""
@@ -79,7 +80,7 @@ def _region_of(indexer: torch.nn.Module, arguments: Mapping[str, Any]) -> Region
     Raises:
         BatchError: it cannot be told.
     """
-    mask, region, name = arguments.get("attention_mask"), current(), type(indexer).__name__
+    mask, region, name = arguments.get("attention_mask"), current_region(), type(indexer).__name__
     if isinstance(mask, MaskDescriptor):
         return mask.region
     if "attention_mask" in arguments and region is not None:

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.forward.ambient import current
+from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import QueryBias, attention_forward
 from ds_cp.patches.transformers.models.plain import runs_alone
 from ds_cp.patches.transformers.models.replacement import Replacement
@@ -52,7 +52,7 @@ def bias_of_weights(original: Callable, self: Any, relative_states, query_positi
 
 def bias_of_states(original: Callable, self: Any, hidden_states, relative_distance, position_ids):
     """Inkling2RelativePositionBias."""
-    if current() is None:
+    if current_region() is None:
         return original(hidden_states, relative_distance, position_ids)
     weights = self.linear(hidden_states).unflatten(-1, (self.num_heads, -1))
     return QueryBias(self.norm(weights, position_ids).transpose(1, 2), self.proj.clone())

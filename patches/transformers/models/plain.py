@@ -13,10 +13,10 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.agreement import BatchError
-from ds_cp.forward.ambient import current
-from ds_cp.forward.region import MaskDescriptor
 from ds_cp.mask.rules import CAUSAL, OPEN, Band
+from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.replacement import Replacement
 
 
@@ -124,7 +124,7 @@ def runs_alone(module: torch.nn.Module, mask: Any) -> bool:
     Raises:
         BatchError: it is inside of one and got another mask than the region's.
     """
-    if not isinstance(mask, MaskDescriptor) and current() is not None:
+    if not isinstance(mask, MaskDescriptor) and current_region() is not None:
         raise BatchError(
             f"{type(module).__name__} got another mask than that of the shared sequence: it would attend to its own shard "
             "only."
@@ -138,7 +138,7 @@ def of_running(rule: Any, module: torch.nn.Module) -> MaskDescriptor | None:
     Raises:
         BatchError: the layer is being recomputed, when its region is closed.
     """
-    region = current()
+    region = current_region()
     if region is not None:
         return MaskDescriptor(region, rule)
     if torch._C._current_graph_task_id() != -1:

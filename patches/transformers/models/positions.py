@@ -14,9 +14,9 @@ from typing import Any, Callable, Mapping
 
 import torch
 
-from ds_cp.forward.ambient import current
-from ds_cp.forward.region import Region
 from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers.ambient import current_region
+from ds_cp.region import Region
 
 EMBEDDING = re.compile("Position(al)?Embedding")
 CACHE_LENGTH = frozenset({"cache_length", "past_key_values_length"})
@@ -73,7 +73,7 @@ def _tell_unless_given(module: torch.nn.Module, calls: list[Given]) -> list:
     """RoBERTa's embeddings: positions of the user's own arrive as an argument, sharded already."""
 
     def tell(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        region = current()
+        region = current_region()
         if region is None or calls[-1].get("position_ids") is not None:
             return None
         ids, embeds, padding = calls[-1].get("input_ids"), calls[-1].get("inputs_embeds"), module.padding_idx
@@ -96,7 +96,7 @@ def _tell(module: torch.nn.Module, calls: list[Given]) -> list:
     shapes: list[torch.Size | None] = []
 
     def tell(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        region = current()
+        region = current_region()
         if region is None:
             shapes[:] = [None]
             return None
@@ -120,7 +120,7 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
     first = next(iter(signature.parameters))
 
     def widen(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if current() is None:
+        if current_region() is None:
             return None
         ids, embeds = calls[-1].get("input_ids"), calls[-1].get("inputs_embeds")
         whole = _counted(calls[-1], by_mask=False) if first == "position_ids" else ids
@@ -128,7 +128,7 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
         return (), arguments | {first: embeds[..., -1] if whole is None else whole}
 
     def cut(_: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
-        region = current()
+        region = current_region()
         return None if region is None else region.shard(output, dim=output.dim() - 2)
 
     return [

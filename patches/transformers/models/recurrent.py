@@ -17,10 +17,11 @@ import torch
 
 from ds_cp import patches
 from ds_cp.agreement import BatchError
-from ds_cp.forward.ambient import current
-from ds_cp.forward.region import MaskDescriptor, Region
+from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.batch import FLASH_FACTS
+from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.code import names_in
+from ds_cp.region import Region
 
 FUNCTIONS: dict[str, tuple[dict[str, str], str]] = {
     "causal_conv1d_fn": ({"hidden_states": "bhl", "weight": "hw", "bias": "h"}, "bhl"),
@@ -197,7 +198,7 @@ def _region_of(layer: torch.nn.Module) -> Region | None:
     Raises:
         BatchError: the layer is being recomputed, and nothing says in which region it ran.
     """
-    region = current()
+    region = current_region()
     if region is not None:
         region.attended.setdefault(id(layer), len(region.attended))
     elif torch._C._current_graph_task_id() != -1:
@@ -216,7 +217,7 @@ def _function(name: str, original: Callable) -> Callable:
     @torch.compiler.disable
     @functools.wraps(original)
     def shared(*args: Any, **kwargs: Any) -> Any:
-        region = current()
+        region = current_region()
         if region is None:
             return original(*args, **kwargs)
         return _mixed(region, name, original, dims, out_dims, args, kwargs)
@@ -228,7 +229,7 @@ def _unfused(original: Callable) -> Callable:
     @torch.compiler.disable
     @functools.wraps(original)
     def unless_shared(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if current() is None else None
+        return original(*args, **kwargs) if current_region() is None else None
 
     return unless_shared
 
@@ -236,7 +237,7 @@ def _unfused(original: Callable) -> Callable:
 @torch.compiler.disable
 def _part(owner: str, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A module of a layer, that shares its sequence inside a region."""
-    original, region = MethodType(type(self).forward, self), current()
+    original, region = MethodType(type(self).forward, self), current_region()
     if region is None:
         return original(*args, **kwargs)
     name, dims, out_dims = PARTS[owner]

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from ds_cp.forward.ambient import current
+from ds_cp.patches.transformers.ambient import current_region
 
 BY_LENGTH = ("dynamic", "longrope")
 
@@ -45,7 +45,7 @@ def _by_length(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 @torch.compiler.disable
 def _append(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    region = current()
+    region = current_region()
     if region is None or region.last_position is None:
         return None
     named = "position_ids" in kwargs
@@ -59,7 +59,7 @@ def _append(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
 
 @torch.compiler.disable
 def _drop(module: torch.nn.Module, args: tuple, output: Any) -> Any:
-    region = current()
+    region = current_region()
     if region is None or region.last_position is None:
         return None
     if isinstance(output, torch.Tensor):

@@ -7,9 +7,9 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.forward.ambient import current
 from ds_cp.mask.rules import CAUSAL, EVERYTHING
 from ds_cp.patches.transformers import batch as batches
+from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.models.plain import of_running
 from ds_cp.patches.transformers.models.replacement import Replacement
@@ -50,7 +50,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
         return (), arguments | {"attention_mask": mask, "lengths": None}
 
     def cut(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        region, mask = current(), masks.pop()
+        region, mask = current_region(), masks.pop()
         if region is None:
             return None
         mine = region.shard(mask)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, Callable, Mapping
 
@@ -19,14 +19,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_cp.agreement import BatchError
-from ds_cp.attention import kernels, saved_attention
+from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.compressed_kv import CompressedKVExchange
 from ds_cp.attention.exchange import Exchange, PeerExchange
 from ds_cp.attention.host_kv import HostKV
+from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.attention.score import Score, Term
 from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
-from ds_cp.chunked import layer as chunked_layer
+from ds_cp.chunked.layer import LayerChunk
 from ds_cp.collectives import gather_sequence
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
@@ -37,6 +38,27 @@ from ds_cp.mesh import Mesh
 from ds_cp.planner import Plan
 from ds_cp.recurrent import channels
 from ds_cp.recurrent.per_document import PerDocument
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer, as its attention needs to know it.
+
+    Attributes:
+        region: of the running forward.
+        saved: where a checkpointed layer keeps its attention; None if it is not kept.
+        chunk: the tokens that the layer runs on, if it does not run on all of this rank's ("offload_kv").
+    """
+
+    region: "Region"
+    saved: SavedAttention | None = None
+    chunk: LayerChunk | None = None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, score: Score
+    ) -> torch.Tensor:
+        """See :meth:`Region.attend`."""
+        return self.region.attend(query, key, value, rule, score, self.saved, self.chunk)
 
 
 @dataclass(eq=False)
@@ -137,7 +159,14 @@ class Region:
         return self._schedules[rule, compressed_count]
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, score: Score
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: Rule,
+        score: Score,
+        saved: SavedAttention | None = None,
+        chunk: LayerChunk | None = None,
     ) -> torch.Tensor:
         """Attention of this rank's queries over the whole sequence.
 
@@ -147,6 +176,7 @@ class Region:
             value: [B, h, L, dv].
             rule: the layer's mask inside a document.
             score: what happens to q k^T before the softmax.
+            saved, chunk: see :class:`LayerCall`.
 
         Returns:
             [B, H, L, dv].
@@ -160,14 +190,14 @@ class Region:
         compressed_keys = None if score.compressed_kv is None else score.compressed_kv.keys
         steps = self.schedule(rule, None if compressed_keys is None else compressed_keys.size(2))
         kernel = kernels.choose(self.plan.kernel, key, value, score)
-        positions = partial(self._held_by, query.device)
-        if (span := chunked_layer.current()) is not None:
+        positions = partial(self._ring_positions, query.device)
+        if chunk is not None:
             make_host_kv = partial(
                 HostKV, steps, self.mesh.ring_group, heads, self.layout.local_len, self.mesh.attention_calls
             )
-            return span.attend(query, key, value, make_host_kv, kernel, score, positions)
+            return chunk.attend(query, key, value, make_host_kv, kernel, score, positions, saved)
         make_exchange = partial(self._exchange, steps, compressed_keys)
-        return attend(query, key, value, make_exchange, kernel, score, positions, heads, saved_attention.current())
+        return attend(query, key, value, make_exchange, kernel, score, positions, heads, saved)
 
     def mix(
         self,
@@ -179,7 +209,7 @@ class Region:
         """A function that mixes tokens inside of heads or channels, over the whole sequence: :func:`~ds_cp.recurrent.channels.mix`."""
         return channels.mix(function, arguments, dims, out_dims, self.layout, self.mesh.cp_group, self.per_document)
 
-    def _held_by(self, device: torch.device, ring_rank: int) -> torch.Tensor:
+    def _ring_positions(self, device: torch.device, ring_rank: int) -> torch.Tensor:
         """Global positions of a ring shard's tokens, made once per batch."""
         if (ring_rank, device) not in self._positions:
             self._positions[ring_rank, device] = self.layout.positions(ring_rank, device)
@@ -204,39 +234,3 @@ def head_split(query_heads: int, key_heads: int, ranks: int) -> HeadSplit:
             'although the model\'s config promised heads that do. Use "method": "ring".'
         )
     return split
-
-
-@dataclass(frozen=True, eq=False)
-class MaskDescriptor:
-    """What a layer gets as its attention mask inside a region, instead of a tensor.
-
-    Attributes:
-        region: of the running forward.
-        rule: which keys a query may see.
-        terms: what no rule expresses: masks by index, given whole or as a function.
-        chosen: [B, G, L, n], what an indexer has chosen for this rank's queries, where the model combines it with its mask.
-    """
-
-    region: Region
-    rule: Rule
-    terms: tuple[Term, ...] = ()
-    chosen: torch.Tensor | None = None
-    ndim = 0  # falcon asks whether it is a tensor [B, 1, S, S]
-    dtype = torch.bool  # Qwen's indexed attention asks how to combine it
-
-    def to(self, *args: object, **kwargs: object) -> "MaskDescriptor":
-        """Itself: mpt casts its mask."""
-        return self
-
-    def __getitem__(self, index: object) -> "MaskDescriptor":
-        """Itself: DeepSeek's indexer takes the mask of one head."""
-        return self
-
-    def __and__(self, chosen: torch.Tensor) -> "MaskDescriptor":
-        """Qwen's indexed attention shows each query what its indexer has chosen."""
-        if chosen.dtype == torch.bool or chosen.is_floating_point():
-            raise BatchError(
-                "a layer combines the mask of the shared sequence with one of its own shard, which ds_cp cannot read: tokens would "
-                "see too much or too little. This model cannot be shared exactly; take the key out for it."
-            )
-        return replace(self, chosen=chosen)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Iterator
 
-from ds_cp.forward.region import Region
-from ds_cp.forward.task_head import TaskHeadCall
+from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
+from ds_cp.region import Region
 from ds_cp.rng import ForkedRng
 
 
@@ -72,7 +72,7 @@ def leave_stack(owner: object) -> Region | None:
 
 
 @contextmanager
-def again(owner: object, region: Region | None) -> Iterator[None]:
+def recomputing_in(owner: object, region: Region | None) -> Iterator[None]:
     """While ``owner``, a part of what ran in a region, runs there once more: in the backward pass, when that is closed."""
     top = _entry(owner)
     top.region = region
@@ -84,12 +84,12 @@ def again(owner: object, region: Region | None) -> Iterator[None]:
             _running.pop()
 
 
-def current() -> Region | None:
+def current_region() -> Region | None:
     """The region whose model part is running in this process, if any."""
     return next((each.region for each in reversed(_running) if each.call is None), None)
 
 
-def is_running() -> bool:
+def in_stack() -> bool:
     """Whether a part of a model that may be shared is running, shared or not."""
     return any(each.call is None for each in _running)
 

@@ -1,1 +1,0 @@
-"""What the ranks of a group share while one forward of a model runs."""
