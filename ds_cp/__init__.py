@@ -33,9 +33,9 @@ def context_parallel(model: "torch.nn.Module", config: Mapping[str, Any]) -> "to
     """
     from ds_cp import config as key
     from ds_cp.mesh import choose_device
-    from ds_cp.patches.data_parallel import active
+    from ds_cp.patches.data_parallel import active_config
 
-    requested = active(config if key.KEY in config else {key.KEY: config})
+    requested = active_config(config if key.KEY in config else {key.KEY: config})
     if requested is not None:
         from ds_cp.patches.transformers.attach import attach
 
@@ -87,8 +87,8 @@ def _data_parallel(source: Any) -> tuple[int, int]:
     from ds_cp.patches import data_parallel
 
     data_parallel.refuse_unread(source)
-    size = data_parallel.size_of(source)
-    return data_parallel.count(size), data_parallel.index(size)
+    size = data_parallel.cp_size(source)
+    return data_parallel.dp_size(size), data_parallel.dp_rank(size)
 
 
 def _mesh(model: "torch.nn.Module | None") -> Any:

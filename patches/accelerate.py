@@ -6,10 +6,45 @@ import functools
 import warnings
 from typing import Any, Callable
 
+import torch
+
 from ds_cp import config as key
 from ds_cp import patches
 from ds_cp.patches import data_parallel
 from ds_cp.patches.deepspeed import refuse_features
+
+
+def cp_size_of_accelerator() -> int:
+    """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
+    from accelerate.state import AcceleratorState
+
+    plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
+    return data_parallel.cp_size(plugin.deepspeed_config) if plugin is not None else 1
+
+
+class AcceleratorView(data_parallel.WorkerView):
+    """An ``Accelerator`` whose processes are the groups."""
+
+    def __init__(self, whole: Any, size: int):
+        super().__init__(whole, size, "num_processes", "process_index")
+
+    def gather(self, tensor: Any) -> Any:
+        return first_of_each(self._whole.gather(tensor), self._size)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
+        reduced = self._whole.reduce(tensor, reduction, scale)
+        return reduced / self._size if reduction == "sum" else reduced
+
+
+def first_of_each(gathered: Any, size: int) -> Any:
+    """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
+    from accelerate.state import PartialState
+    from accelerate.utils import recursively_apply
+
+    world = PartialState().num_processes
+    if world == 1:
+        return gathered  # accelerate gathers from nobody
+    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)
 
 
 def watch_config() -> None:
@@ -21,7 +56,7 @@ def watch_config() -> None:
         def __init__(self, config_file_or_dict):
             original(self, config_file_or_dict)
             data_parallel.refuse_unread(self.config)
-            requested = data_parallel.active(self.config)
+            requested = data_parallel.active_config(self.config)
             if key.KEY in self.config and not patches.disabled():
                 key.normalise(self.config, data_parallel.world_size())
             if requested is None:
@@ -90,7 +125,9 @@ def _not_without_deepspeed(original: Callable) -> Callable:
     def __init__(self, *args, deepspeed_plugin=None, **kwargs):
         original(self, *args, deepspeed_plugin=deepspeed_plugin, **kwargs)
         plugins = deepspeed_plugin.values() if isinstance(deepspeed_plugin, dict) else [deepspeed_plugin]
-        requested = any(data_parallel.active(plugin.deepspeed_config) for plugin in plugins if plugin is not None)
+        requested = any(
+            data_parallel.active_config(plugin.deepspeed_config) for plugin in plugins if plugin is not None
+        )
         if requested and getattr(self, "deepspeed_plugin", None) is None:
             raise key.ConfigError(
                 f'accelerate was given a DeepSpeed config with "{key.KEY}" and runs {self.distributed_type.value} instead of '
@@ -106,8 +143,8 @@ def _of_groups(original: Callable) -> Callable:
     """What a prepared scheduler asks for the number of its steps per training step."""
 
     def state():
-        whole, size = original(), data_parallel.cp_size_of_accelerator()
-        return whole if size == 1 else data_parallel.Groups(whole, size, "num_processes")
+        whole, size = original(), cp_size_of_accelerator()
+        return whole if size == 1 else data_parallel.WorkerView(whole, size, "num_processes")
 
     return state
 
@@ -117,10 +154,10 @@ def _dummy_by_group(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _prepare_deepspeed(self, *args):
-        size = data_parallel.cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         if size > 1 and self.is_main_process and any(hasattr(each, "get_last_lr") for each in args):
             warnings.warn(
-                f"ds_cp: accelerate steps this scheduler {data_parallel.count(size)} times per training step, once per data-parallel "
+                f"ds_cp: accelerate steps this scheduler {data_parallel.dp_size(size)} times per training step, once per data-parallel "
                 "worker. Where a script multiplies its length by accelerator.num_processes, the number of ranks, let it "
                 "multiply by ds_cp.dp_size(config).",
                 stacklevel=3,
@@ -142,11 +179,11 @@ def _dummy_by_group(original: Callable) -> Callable:
 def _by_data_parallel_rank(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
-        size = data_parallel.cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         if size > 1:
             # torch's numbers: on a CPU without `cpu=True` accelerate takes each rank for the only one
-            num_processes = data_parallel.count(size)
-            process_index = data_parallel.index(size)
+            num_processes = data_parallel.dp_size(size)
+            process_index = data_parallel.dp_rank(size)
             _seed_workers_by(dataloader, process_index)
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
@@ -156,7 +193,7 @@ def _by_data_parallel_rank(original: Callable) -> Callable:
 def _one_way_only(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_device_mesh(self, *args, **kwargs):
-        size = data_parallel.cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         requested = {
             name: getattr(self, name, 1) for name in ("cp_size", "sp_size", "tp_size")
         }  # accelerate 1.10 has no sp_size
@@ -177,11 +214,11 @@ def _dispatch_by_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        size = data_parallel.cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         if size == 1:
             return
         # its rank stays the world's: rank 0 of the world reads, for as many receivers as there are groups
-        self.state, cut = data_parallel.Groups(self.state, size, "num_processes"), self.slice_fn
+        self.state, cut = data_parallel.WorkerView(self.state, size, "num_processes"), self.slice_fn
 
         def slice_fn(batch, part, process_index=None, num_processes=None):
             group = process_index // size
@@ -198,13 +235,13 @@ def _dispatch_by_group(original: Callable) -> Callable:
 def _one_per_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        size = data_parallel.cp_size_of_accelerator()
+        size = cp_size_of_accelerator()
         if size == 1:
             return original(self, input_data, use_gather_object)
         use_gather_object = use_gather_object or not _all_tensors(input_data)  # as accelerate decides
         if use_gather_object and self.process_index % size:
             input_data = type(input_data)()
-        self.gather = lambda data: data_parallel.first_of_each(type(self).gather(self, data), size)
+        self.gather = lambda data: first_of_each(type(self).gather(self, data), size)
         try:
             return original(self, input_data, use_gather_object)
         finally:

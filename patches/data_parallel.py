@@ -28,7 +28,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def active(ds_config: Any) -> key.ContextParallelConfig | None:
+def active_config(ds_config: Any) -> key.ContextParallelConfig | None:
     """The checked key of a DeepSpeed config, if it asks for more than one rank per sequence.
 
     Raises:
@@ -55,51 +55,29 @@ def refuse_unread(ds_config: Any) -> None:
         key.refuse_unread(config)
 
 
-def size_of(ds_config: Any) -> int:
+def cp_size(ds_config: Any) -> int:
     """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
-    requested = active(ds_config)
+    requested = active_config(ds_config)
     return requested.size if requested else 1
 
 
 def cp_size_of_arguments(args: Any) -> int:
     """Ranks per sequence of TrainingArguments; 1 without a DeepSpeed config."""
     hf_config = getattr(args, "hf_deepspeed_config", None)
-    return size_of(hf_config.config) if hf_config is not None else 1
+    return cp_size(hf_config.config) if hf_config is not None else 1
 
 
-def cp_size_of_accelerator() -> int:
-    """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
-    from accelerate.state import AcceleratorState
-
-    plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
-    return size_of(plugin.deepspeed_config) if plugin is not None else 1
-
-
-def count(size: int) -> int:
+def dp_size(size: int) -> int:
     """How many groups of ``size`` ranks read different batches."""
     return world_size() // size
 
 
-def index(size: int) -> int:
+def dp_rank(size: int) -> int:
     """Which of the groups this rank belongs to."""
     return rank() // size
 
 
-class DataParallelView:
-    """The two answers of an mpu that batch arithmetic and samplers ask for. Never left to an engine: DeepSpeed's
-    stages would disagree about the gradient's divisor."""
-
-    def __init__(self, size: int):
-        self._size = size
-
-    def get_data_parallel_world_size(self) -> int:
-        return count(self._size)
-
-    def get_data_parallel_rank(self) -> int:
-        return index(self._size)
-
-
-class Groups:
+class WorkerView:
     """Another library's object as seen by what counts batches: its numbers of ranks are numbers of groups.
 
     Args:
@@ -114,33 +92,3 @@ class Groups:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._whole, name)
         return found // self._size if name in self._counts else found
-
-
-def of_arguments(args: Any, size: int) -> Groups:
-    """TrainingArguments as seen by batch arithmetic and samplers."""
-    return Groups(args, size, "world_size", "process_index")
-
-
-class Accelerator(Groups):
-    """An ``Accelerator`` whose processes are the groups."""
-
-    def __init__(self, whole: Any, size: int):
-        super().__init__(whole, size, "num_processes", "process_index")
-
-    def gather(self, tensor: Any) -> Any:
-        return first_of_each(self._whole.gather(tensor), self._size)
-
-    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
-        reduced = self._whole.reduce(tensor, reduction, scale)
-        return reduced / self._size if reduction == "sum" else reduced
-
-
-def first_of_each(gathered: Any, size: int) -> Any:
-    """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
-    from accelerate.state import PartialState
-    from accelerate.utils import recursively_apply
-
-    world = PartialState().num_processes
-    if world == 1:
-        return gathered  # accelerate gathers from nobody
-    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)

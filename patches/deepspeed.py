@@ -12,7 +12,22 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_cp import config as key
 from ds_cp import patches
-from ds_cp.patches.data_parallel import DataParallelView, active, refuse_unread, world_size
+from ds_cp.patches import data_parallel
+from ds_cp.patches.data_parallel import active_config, refuse_unread, world_size
+
+
+class DataParallelMpu:
+    """The two answers of an mpu that batch arithmetic and samplers ask for. Never left to an engine: DeepSpeed's
+    stages would disagree about the gradient's divisor."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def get_data_parallel_world_size(self) -> int:
+        return data_parallel.dp_size(self._size)
+
+    def get_data_parallel_rank(self) -> int:
+        return data_parallel.dp_rank(self._size)
 
 
 def watch_config() -> None:
@@ -23,7 +38,7 @@ def watch_config() -> None:
         @functools.wraps(original)
         def __init__(self, config, mpu=None, mesh_device=None):
             refuse_unread(config)
-            requested = active(config)
+            requested = active_config(config)
             if requested is None:
                 return original(self, config, mpu, mesh_device=mesh_device)
             if type(mpu).__name__ == "PipelineParallelGrid":
@@ -40,7 +55,7 @@ def watch_config() -> None:
 
                 deepspeed.init_distributed()
             try:
-                return original(self, config, DataParallelView(requested.size))
+                return original(self, config, DataParallelMpu(requested.size))
             except AssertionError as error:
                 if "world_size" not in str(error):
                     raise
@@ -64,7 +79,7 @@ def install() -> None:
         @functools.wraps(original)
         def __init__(self, args, model, *rest, **kwargs):
             ds_config = kwargs.get("config")
-            requested = active(ds_config)
+            requested = active_config(ds_config)
             if requested is not None:
                 from ds_cp.patches.transformers.attach import attach
 
@@ -81,7 +96,7 @@ def install() -> None:
             size = getattr(self, "_ds_cp_size", 1)
             if size == 1:
                 return original(self, *args, **kwargs)
-            engine_mpu, self.mpu = self.mpu, DataParallelView(size)
+            engine_mpu, self.mpu = self.mpu, DataParallelMpu(size)
             try:
                 return original(self, *args, **kwargs)
             finally:

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from ds_cp.config import ConfigError
-from ds_cp.patches import data_parallel
+from ds_cp.patches import data_parallel, deepspeed
+from ds_cp.patches.transformers import trainer
 
 
 def test_numbers_of_ranks_become_numbers_of_groups_and_nothing_else_changes():
     whole = SimpleNamespace(world_size=8, process_index=5, per_device_train_batch_size=3)
-    shown = data_parallel.of_arguments(whole, 4)
+    shown = trainer.arguments_view(whole, 4)
     assert (shown.world_size, shown.process_index, shown.per_device_train_batch_size) == (2, 1, 3)
-    assert data_parallel.Groups(whole, 4, "world_size").process_index == 5
+    assert data_parallel.WorkerView(whole, 4, "world_size").process_index == 5
 
 
 @pytest.mark.parametrize("world, value, size", [
@@ -21,21 +22,21 @@ def test_numbers_of_ranks_become_numbers_of_groups_and_nothing_else_changes():
 def test_the_size_is_that_of_this_key_in_this_world(monkeypatch, world, value, size):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     ds_config = {"context_parallel": value}
-    assert [data_parallel.size_of(ds_config) for _ in range(2)] == [size, size]
-    assert data_parallel.size_of({}) == 1
+    assert [data_parallel.cp_size(ds_config) for _ in range(2)] == [size, size]
+    assert data_parallel.cp_size({}) == 1
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, 3, "1"])
 def test_a_wrong_size_raises_each_time_also_beside_a_right_one_that_is_equal_to_it(monkeypatch, wrong):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert data_parallel.size_of({"context_parallel": {"size": 1}}) == 1
+    assert data_parallel.cp_size({"context_parallel": {"size": 1}}) == 1
     for _ in range(2):
         with pytest.raises(ConfigError):
-            data_parallel.size_of({"context_parallel": {"size": wrong}})
+            data_parallel.cp_size({"context_parallel": {"size": wrong}})
 
 
 def test_rank_and_count_by_groups_before_there_is_a_process_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
-    view = data_parallel.DataParallelView(2)
+    view = deepspeed.DataParallelMpu(2)
     assert (view.get_data_parallel_world_size(), view.get_data_parallel_rank()) == (4, 2)

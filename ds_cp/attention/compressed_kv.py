@@ -35,13 +35,13 @@ class CompressedKV:
     positions: torch.Tensor
     selected: Selected | None = None
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query sees the entry, -inf elsewhere, [B, 1, m, n]."""
         origin, positions = (x[coordinates.batch][:, coordinates.q, None] for x in (self.origin, self.positions))
         start, number = (x[coordinates.batch][:, None, coordinates.k] for x in (self.start, self.number))
         seen = (start == origin) & (number < (positions + 1) // self.rate)
         hidden = as_bias(seen, dtype).unsqueeze(1)
-        return hidden if self.selected is None else hidden + self.selected.of(coordinates, dtype)
+        return hidden if self.selected is None else hidden + self.selected.bias(coordinates, dtype)
 
     def of_heads(self, heads: slice) -> "CompressedKV":
         return replace(self, selected=self.selected and self.selected.of_heads(heads))

@@ -36,7 +36,7 @@ class Term(Protocol):
     One that learns has its parameters as ``table``, and ``gradient(d_scores, where)``, the table's from that of a tile.
     """
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         """What is added to a tile's scores, of a shape that broadcasts to [B, H, m, n]."""
 
     def of_heads(self, heads: slice) -> "Term":
@@ -163,7 +163,7 @@ class Score:
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         for term in self.terms:
-            scores = scores + term.of(coordinates, scores.dtype)
+            scores = scores + term.bias(coordinates, scores.dtype)
         return scores
 
     def slope(self, products: torch.Tensor) -> torch.Tensor | float:

@@ -55,7 +55,7 @@ class Selected:
     def of_heads(self, heads: slice) -> "Selected":
         return replace(self, group=self.group[heads])
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile of tokens is of one document."""
         chosen, blocks = (
             self.chosen[coordinates.batch][:, :, self.row[coordinates.q]],

@@ -11,7 +11,7 @@ from ds_cp.attention.score import TileCoordinates
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
+class ALiBi:
     """ALiBi (Press et al. 2022): a slope per head times the distance between key and query.
 
     A constant per query drops out of the softmax, so ``slope * (k - q)`` is ``slope * k`` without large numbers.
@@ -29,7 +29,7 @@ class Linear:
     factor: float = 1.0
     rounded: torch.dtype | None = None
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         rows = self.positions[coordinates.batch]
         k = rows[:, coordinates.k][:, None, None, :]
         slopes = self.slopes.view(1, -1, 1, 1)
@@ -37,12 +37,12 @@ class Linear:
             return (slopes.to(self.rounded) * k.to(self.rounded)).to(dtype) * self.factor
         return slopes.to(dtype) * self.factor * (k - rows[:, coordinates.q][:, None, :, None])
 
-    def of_heads(self, heads: slice) -> "Linear":
+    def of_heads(self, heads: slice) -> "ALiBi":
         return replace(self, slopes=self.slopes[heads])
 
 
 @dataclass(frozen=True, eq=False)
-class Bucketed:
+class BucketedBias:
     """A learned bias per bucket of distance and head (Raffel et al. 2020), with its table's gradient.
 
     Attributes:
@@ -53,10 +53,10 @@ class Bucketed:
     table: torch.Tensor
     bucket: Callable[[torch.Tensor], torch.Tensor]
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         return self.table[self._buckets(coordinates)].permute(2, 0, 1).unsqueeze(0).to(dtype)
 
-    def of_heads(self, heads: slice) -> "Bucketed":
+    def of_heads(self, heads: slice) -> "BucketedBias":
         return replace(self, table=self.table[:, heads])
 
     def gradient(self, d_scores: torch.Tensor, coordinates: TileCoordinates) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Bucketed:
 
 
 @dataclass(frozen=True, eq=False)
-class Profiles:
+class DistanceProfiles:
     """A bias that each query mixes out of learned profiles over the distance to the keys before it; 0 beyond them.
 
     The weights of the mix are channels of the query behind those that meet the keys, so they travel with it.
@@ -82,11 +82,11 @@ class Profiles:
 
     table: torch.Tensor
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         index, outside = self._index(coordinates)
         return (self._weights(coordinates, dtype) @ self.table.to(dtype)).gather(-1, index).masked_fill(outside, 0)
 
-    def of_heads(self, heads: slice) -> "Profiles":
+    def of_heads(self, heads: slice) -> "DistanceProfiles":
         return self
 
     def gradient(self, d_scores: torch.Tensor, coordinates: TileCoordinates) -> torch.Tensor:
@@ -108,21 +108,21 @@ class Profiles:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class DenseMask:
     """A mask or bias that is given whole, [B or 1, H or 1, S, S], and cut per tile; bool hides where it is False."""
 
     mask: torch.Tensor
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         batch = coordinates.batch if self.mask.size(0) > 1 else slice(None)
         return as_bias(self.mask[batch][:, :, coordinates.q[:, None], coordinates.k[None, :]], dtype)
 
-    def of_heads(self, heads: slice) -> "Whole":
+    def of_heads(self, heads: slice) -> "DenseMask":
         return self if self.mask.size(1) == 1 else replace(self, mask=self.mask[:, heads])
 
 
 @dataclass(frozen=True, eq=False)
-class Computed:
+class MaskFunction:
     """A mask by index, ``function(batch, head, q, k) -> bool`` as transformers' mask functions are, asked per tile.
 
     Attributes:
@@ -133,7 +133,7 @@ class Computed:
     function: Callable
     origin: torch.Tensor
 
-    def of(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
         batch = torch.arange(coordinates.batch.start, coordinates.batch.stop, device=coordinates.q.device).view(
             -1, 1, 1, 1
         )
@@ -142,7 +142,7 @@ class Computed:
         k = (coordinates.k - rows[:, coordinates.k])[:, None, None, :]
         return as_bias(self.function(batch, torch.zeros_like(batch), q, k), dtype)
 
-    def of_heads(self, heads: slice) -> "Computed":
+    def of_heads(self, heads: slice) -> "MaskFunction":
         return self
 
 

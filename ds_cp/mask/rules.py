@@ -38,14 +38,14 @@ class Rule:
     def __and__(self, other: "Rule") -> "Rule":
         if isinstance(self, Band) and isinstance(other, Band):
             return Band(min(self.left, other.left), min(self.right, other.right))
-        return Both(self, other)
+        return Intersection(self, other)
 
     def __or__(self, other: "Rule") -> "Rule":
         if isinstance(self, Band) and isinstance(other, Band):
             for wide, narrow in ((self, other), (other, self)):
                 if wide.left >= narrow.left and wide.right >= narrow.right:
                     return wide
-        return Either(self, other)
+        return Union(self, other)
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class _Pair(Rule):
         return self.one.by_row or self.other.by_row
 
 
-class Both(_Pair):
+class Intersection(_Pair):
     """What both rules show."""
 
     def narrow(self, segments: np.ndarray) -> np.ndarray:
         return self.other.narrow(self.one.narrow(segments))
 
 
-class Either(_Pair):
+class Union(_Pair):
     """What at least one of the rules shows."""
 
     def narrow(self, segments: np.ndarray) -> np.ndarray:

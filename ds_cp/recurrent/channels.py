@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Split:
+class ChannelSplit:
     """Which heads each rank computes, and which groups these need; a channel is a head of one number.
 
     Attributes:
@@ -40,7 +40,7 @@ class Split:
 
     @staticmethod
     @cache
-    def plan(heads: int, groups: int, ranks: int) -> "Split":
+    def plan(heads: int, groups: int, ranks: int) -> "ChannelSplit":
         """Heads as evenly as possible where each rank's then lie inside one group or fill some; else whole groups, if
         there is one per rank; else the same with groups repeated by the least factor."""
         if heads % groups:
@@ -51,7 +51,7 @@ class Split:
                 units = heads // unit
                 split = tuple(pairwise(unit * (units * u // ranks) for u in range(ranks + 1)))
                 if all(_evenly(run, width) for run in split) and (unit == 1 or units >= ranks):
-                    return Split(split, tuple(_groups_of(run, width) for run in split), repeat)
+                    return ChannelSplit(split, tuple(_groups_of(run, width) for run in split), repeat)
         raise AssertionError("with a group per head every split is even")
 
 
@@ -146,26 +146,26 @@ def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trade: HeadExchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.trade = trade
-        return tuple(trade.to_heads(tensors, "forward"))
+    def forward(ctx, exchange: HeadExchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.to_heads(tensors, "forward"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: torch.Tensor):
-        return None, *ctx.trade.to_tokens(gradients, "backward")
+        return None, *ctx.exchange.to_tokens(gradients, "backward")
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trade: HeadExchange, out: torch.Tensor) -> torch.Tensor:
-        ctx.trade = trade
-        return trade.to_tokens([out], "forward")[0]
+    def forward(ctx, exchange: HeadExchange, out: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.to_tokens([out], "forward")[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        return None, *ctx.trade.to_heads([gradient], "backward")
+        return None, *ctx.exchange.to_heads([gradient], "backward")
 
 
 def mix(
@@ -206,7 +206,7 @@ def mix(
 
     heads, groups = (_size(arguments, present, letter) for letter in "hg")
     shared_by_all = any(not {"h", "g"} & {*letters} for letters in per_token.values())
-    split = Split.plan(heads, groups or (1 if shared_by_all else heads), group.size)
+    split = ChannelSplit.plan(heads, groups or (1 if shared_by_all else heads), group.size)
     mine = split.heads[group.rank]
 
     tensors = [_canonical(arguments[name], letters) for name, letters in per_token.items()]

@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import CompressedKVTerm, Dropout, Score, Term
-from ds_cp.attention.terms import Profiles
+from ds_cp.attention.terms import DistanceProfiles
 from ds_cp.patches.transformers import masks, outside_region
 from ds_cp.patches.transformers.ambient import current_region, current_task_head, in_stack
 from ds_cp.patches.transformers.batch import kind
@@ -79,7 +79,7 @@ def mask_forward(
         given = kwargs | dict(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
         )
-        return masks.Deferred(make, given) if current_task_head() and not in_stack() else make(**given)
+        return masks.DeferredMask(make, given) if current_task_head() and not in_stack() else make(**given)
     if region.encoder_mask is not None and kwargs.get("attention_mask") is region.encoder_mask:
         return masks.cross_mask(mask_function, region)
     return masks.describe(mask_function, region, q_length, kv_length)
@@ -147,7 +147,7 @@ def _shared(
     if chosen is not None:
         terms = (*terms, indexed.term(module, mask, heads, chosen))
     if position_bias is not None:
-        terms = (*terms, Profiles(position_bias.profiles))
+        terms = (*terms, DistanceProfiles(position_bias.profiles))
     layer = region.attended.setdefault(id(module), len(region.attended))
     score = Score(
         head_dim**-0.5 if scaling is None else scaling,

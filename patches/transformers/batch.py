@@ -96,7 +96,7 @@ def contents(arguments: Mapping[str, Any], call: TaskHeadCall) -> list[torch.Ten
     for _, value in sorted(arguments.items()):
         if isinstance(value, torch.Tensor):
             found.append(value)
-        masks.change_deferred(value, lambda mask: found.extend(mask.tensors()))
+        masks.map_deferred(value, lambda mask: found.extend(mask.tensors()))
     return found + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
 
 
@@ -140,8 +140,8 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
 def mask_of(arguments: Mapping[str, Any]) -> Any:
     """The attention mask as the caller gave it, also where the model has made masks of it already, one per kind of layer."""
     mask = arguments.get("attention_mask")
-    made: list[masks.Deferred] = []
-    masks.change_deferred(mask, made.append)
+    made: list[masks.DeferredMask] = []
+    masks.map_deferred(mask, made.append)
     if made:
         return made[0].padding
     if type(mask) is dict and len({id(each) for each in mask.values()}) == 1:

@@ -96,7 +96,7 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
         if batches.ENCODER[1] not in signature.parameters:
             local.pop(batches.ENCODER[1], None)
         if cache is not None:
-            local[stack.cache] = prefill.Filling(cache, region)
+            local[stack.cache] = prefill.ShardedPrefillCache(cache, region)
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
         stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, arguments)
@@ -172,11 +172,13 @@ def _after(stack: Stack):
 def _closed(region: Region, output: Any, keep_last_local: bool, layers: int) -> Any:
     """A stack's output with everything per token whole, except for a last hidden state that stays local."""
     if isinstance(output, tuple):
-        output = tuple(value.done(layers) if isinstance(value, prefill.Filling) else value for value in output)
+        output = tuple(
+            value.done(layers) if isinstance(value, prefill.ShardedPrefillCache) else value for value in output
+        )
         rest = (_whole(region, value, 3) for value in output[1:])
         return (output[0] if keep_last_local else _whole(region, output[0], 3), *rest)
     for name, value in list(output.items()):
-        if isinstance(value, prefill.Filling):
+        if isinstance(value, prefill.ShardedPrefillCache):
             output[name] = value.done(layers)
         elif not (keep_last_local and name == "last_hidden_state"):
             output[name] = _whole(region, value, 2 if "router" in name else 3)

@@ -17,7 +17,7 @@ from transformers import masking_utils
 
 from ds_cp.agreement import BatchError
 from ds_cp.attention.score import Term
-from ds_cp.attention.terms import Computed, Whole
+from ds_cp.attention.terms import DenseMask, MaskFunction
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, ChunkedAttention, Rule
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.code import closed_over
@@ -40,7 +40,7 @@ KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
 """By the name of the function that makes the mask function."""
 
 
-class Deferred:
+class DeferredMask:
     """A mask that a model makes before its decoder runs: whether and how the sequence is shared is not known yet.
 
     Attributes:
@@ -83,20 +83,20 @@ class Deferred:
         )
 
 
-def change_deferred(value: Any, change: Callable[[Deferred], Any]) -> Any:
+def map_deferred(value: Any, change: Callable[[DeferredMask], Any]) -> Any:
     """Arguments with every deferred mask in them, and in tuples, lists and dicts inside, changed."""
-    if isinstance(value, Deferred):
+    if isinstance(value, DeferredMask):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(change_deferred(item, change) for item in value)
+        return type(value)(map_deferred(item, change) for item in value)
     if type(value) is dict:
-        return {name: change_deferred(item, change) for name, item in value.items()}
+        return {name: map_deferred(item, change) for name, item in value.items()}
     return value
 
 
 def plain(value: Any) -> Any:
     """Arguments of a decoder that runs whole, with its deferred masks made."""
-    return change_deferred(value, lambda mask: mask.make(**mask.arguments))
+    return map_deferred(value, lambda mask: mask.make(**mask.arguments))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def describe(mask_function: Callable, region: Region, queries: int, keys: int) -
     if region.early_mask is not None:
         return MaskDescriptor(call, *region.early_mask)
     if region.whole_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
-        return MaskDescriptor(call, EVERYTHING, (Whole(region.whole_mask),))
+        return MaskDescriptor(call, EVERYTHING, (DenseMask(region.whole_mask),))
     return MaskDescriptor(call, *read(mask_function, region))
 
 
@@ -174,7 +174,7 @@ def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
     return EVERYTHING, (_by_index(function, region),)
 
 
-def _by_index(function: FunctionType, region: Region) -> Computed:
+def _by_index(function: FunctionType, region: Region) -> MaskFunction:
     """The function with whole tensors in its closure, to be asked for the pairs of a tile.
 
     Where it holds no per-token tensor it is asked as if each packed document stood alone, as transformers does.
@@ -188,7 +188,7 @@ def _by_index(function: FunctionType, region: Region) -> Computed:
             "transformers asks it for the index inside a document, so it would look at another document's tokens. "
             "Train without packing, or use transformers' blockwise_overlay."
         )
-    return Computed(function, region.origin if packed else torch.zeros_like(region.origin))
+    return MaskFunction(function, region.origin if packed else torch.zeros_like(region.origin))
 
 
 def _globalised(function: FunctionType, region: Region, gathered: list[torch.Tensor]) -> FunctionType:

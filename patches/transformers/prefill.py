@@ -28,7 +28,7 @@ PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold the keys and values of their tokens and nothing else."""
 
 
-class Filling(DynamicCache):
+class ShardedPrefillCache(DynamicCache):
     """Stands for an empty cache in one shared forward."""
 
     def __init__(self, cache: DynamicCache, region: Region):

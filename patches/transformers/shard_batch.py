@@ -30,7 +30,7 @@ def local_arguments(region: Region, arguments: Mapping[str, Any], shape: tuple[i
     for name, value in arguments.items():
         if name in FLASH_FACTS or name in OF_THE_HEAD:
             continue
-        value = masks.change_deferred(value, lambda mask: mask.bind(region))
+        value = masks.map_deferred(value, lambda mask: mask.bind(region))
         if name == "position_ids" and value is not None:
             local[name] = region.shard(value, dim=-1)
         elif isinstance(value, torch.Tensor) and tuple(value.shape[:2]) in per_token and name not in WHOLE:

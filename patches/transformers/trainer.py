@@ -9,10 +9,15 @@ from typing import Any, Callable
 import torch
 
 from ds_cp import patches
-from ds_cp.patches import data_parallel
+from ds_cp.patches import accelerate, data_parallel
 from ds_cp.patches.transformers import neftune
 from ds_cp.patches.transformers.losses import label_smoothing
 from ds_cp.patches.trl import rollouts
+
+
+def arguments_view(args: Any, size: int) -> data_parallel.WorkerView:
+    """TrainingArguments as seen by batch arithmetic and samplers."""
+    return data_parallel.WorkerView(args, size, "world_size", "process_index")
 
 
 def install() -> None:
@@ -52,10 +57,10 @@ def _install_trainer() -> None:
 def _config_process(original: Callable) -> Callable:
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
-        size = data_parallel.size_of(self.config)
+        size = data_parallel.cp_size(self.config)
         _install_trainer()
         rollouts.install_for(args, size)
-        return original(self, data_parallel.of_arguments(args, size), *rest, **kwargs)
+        return original(self, arguments_view(args, size), *rest, **kwargs)
 
     return trainer_config_process
 
@@ -107,7 +112,7 @@ def _sampler(original: Callable) -> Callable:
         size, own = _size(self), self.args
         if size == 1:
             return original(self, *args, **kwargs)
-        self.args = data_parallel.of_arguments(own, size)
+        self.args = arguments_view(own, size)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -139,7 +144,7 @@ def _gathering(original: Callable) -> Callable:
     def evaluation_loop(self, *args, **kwargs):
         size, gather = _size(self), self.gather_function
         if size > 1 and getattr(gather, "__func__", None) is type(self.accelerator).gather:
-            self.gather_function = lambda data: data_parallel.first_of_each(gather(data), size)
+            self.gather_function = lambda data: accelerate.first_of_each(gather(data), size)
         return original(self, *args, **kwargs)
 
     return evaluation_loop
@@ -149,7 +154,7 @@ def _speed(original: Callable) -> Callable:
     @functools.wraps(original)
     def speed_metrics(split, start_time, num_samples=None, num_steps=None, num_tokens=None):
         if _evaluated and num_samples and num_steps and _size(_evaluated[-1]) > 1:
-            args = data_parallel.of_arguments(_evaluated[-1].args, _size(_evaluated[-1]))
+            args = arguments_view(_evaluated[-1].args, _size(_evaluated[-1]))
             num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
         return original(split, start_time, num_samples, num_steps, num_tokens)
 

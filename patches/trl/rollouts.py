@@ -15,7 +15,7 @@ import torch
 
 from ds_cp import patches
 from ds_cp.config import ConfigError
-from ds_cp.patches import data_parallel
+from ds_cp.patches import accelerate, data_parallel
 
 TRAINERS = {
     "GRPOConfig": ("trl.trainer.grpo_trainer", "GRPOTrainer"),
@@ -78,10 +78,10 @@ def _world_size(original: Callable) -> Callable:
 def _seed(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_seed(seed, device_specific=False, **kwargs):
-        size = data_parallel.cp_size_of_accelerator() if device_specific else 1
+        size = accelerate.cp_size_of_accelerator() if device_specific else 1
         if size == 1:
             return original(seed, device_specific, **kwargs)
-        return original(seed + data_parallel.index(size), **kwargs)
+        return original(seed + data_parallel.dp_rank(size), **kwargs)
 
     return set_seed
 
@@ -89,8 +89,8 @@ def _seed(original: Callable) -> Callable:
 def _gather(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather(tensor):
-        size = data_parallel.cp_size_of_accelerator()
-        return original(tensor) if size == 1 else data_parallel.first_of_each(original(tensor), size)
+        size = accelerate.cp_size_of_accelerator()
+        return original(tensor) if size == 1 else accelerate.first_of_each(original(tensor), size)
 
     return gather
 
@@ -98,7 +98,7 @@ def _gather(original: Callable) -> Callable:
 def _gather_object(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_object(value):
-        size = data_parallel.cp_size_of_accelerator()
+        size = accelerate.cp_size_of_accelerator()
         return original(type(value)() if size > 1 and data_parallel.rank() % size else value)
 
     return gather_object
@@ -125,10 +125,10 @@ def _of_first_rank(original: Callable) -> Callable:
 def _with_groups(original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        size, own = data_parallel.cp_size_of_accelerator(), self.accelerator
-        if size == 1 or isinstance(own, data_parallel.Accelerator):
+        size, own = accelerate.cp_size_of_accelerator(), self.accelerator
+        if size == 1 or isinstance(own, accelerate.AcceleratorView):
             return original(self, *args, **kwargs)
-        self.accelerator = data_parallel.Accelerator(own, size)
+        self.accelerator = accelerate.AcceleratorView(own, size)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.attention.terms import Bucketed, Linear
+from ds_cp.attention.terms import ALiBi, BucketedBias
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.masks import CrossMask
@@ -29,7 +29,7 @@ def bloom(original: Callable, self: Any, hidden_states, residual, alibi, attenti
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     out, _ = attention_forward(
         self, query, key, value, attention_mask, _rate(self), self.inv_norm_factor,
-        terms=(Linear(_slopes(self, query), attention_mask.region.positions),),
+        terms=(ALiBi(_slopes(self, query), attention_mask.region.positions),),
     )  # fmt: skip
     out = torch.nn.functional.dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training)
     return out + residual, None
@@ -51,7 +51,7 @@ def falcon(original: Callable, self: Any, hidden_states, alibi, attention_mask, 
         (query, key), dropout = rotate(query, key, *position_embeddings), 0.0  # falcon drops with ALiBi only
     else:
         positions = attention_mask.region.positions
-        terms = (Linear(_slopes(self, query), positions, self.inv_norm_factor, torch.bfloat16),)
+        terms = (ALiBi(_slopes(self, query), positions, self.inv_norm_factor, torch.bfloat16),)
     scale = self.head_dim**-0.5 if alibi is None else self.inv_norm_factor
     out, _ = attention_forward(self, query, key, value, attention_mask, dropout, scale, terms=terms)
     return self.dense(out.flatten(2)), None
@@ -68,7 +68,7 @@ def mpt(original: Callable, self: Any, hidden_states, position_bias, cache=None,
     terms = ()
     if position_bias is not None:
         slopes = position_bias[:, 0, 1] - position_bias[:, 0, 0]
-        terms = (Linear(slopes, attention_mask.region.positions),)
+        terms = (ALiBi(slopes, attention_mask.region.positions),)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, _ = attention_forward(self, query, key, value, attention_mask, dropout, self.softmax_scale, terms=terms)
     return self.out_proj(out.flatten(2)), None
@@ -124,7 +124,7 @@ def _by_bucket(
     if owner.has_relative_attention_bias:
         # asked of the module, so that ZeRO-3 gathers it; in each layer anew, so that any kind of checkpointing sees its use
         table = owner.relative_attention_bias(torch.arange(owner.relative_attention_num_buckets, device=query.device))
-        terms = (Bucketed(table, bucket),)
+        terms = (BucketedBias(table, bucket),)
     dropout = self.dropout if self.training else 0.0
     out, _ = attention_forward(self, query, key, value, mask, dropout, 1.0, terms=terms)
     return self.o(out.flatten(2))
