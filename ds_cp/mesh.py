@@ -22,6 +22,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
+from ds_cp.profiling import named_range
+
 
 class GroupError(RuntimeError):
     """A rank of the group failed, left or did not answer in time."""
@@ -77,7 +79,7 @@ class Group:
         if not ops:
             return Pending(self, [], what, ())
         self._count(what, [tensor for _, tensor in sends])
-        with _Waiting(self, what):
+        with _Waiting(self, what, "exchange"):
             return Pending(self, by.batch_isend_irecv(ops), what, [tensor for _, tensor in sends])
 
     def all_to_all(
@@ -89,7 +91,7 @@ class Group:
         sizes = (None, None) if even else (list(receive_counts), list(send_counts))  # lists are walked on every layer
         self._count(what, [tensor])
         self.sent[what.split(" ", 1)[0]] -= tensor.nbytes * send_counts[self.rank] // max(1, len(tensor))
-        with _Waiting(self, what):
+        with _Waiting(self, what, "all_to_all"):
             dist.all_to_all_single(_without_graph(received), _without_graph(tensor).contiguous(), *sizes, self.handle)
         return received
 
@@ -97,7 +99,7 @@ class Group:
         """``[n, ...] -> [size, n, ...]``, equal shapes on every rank."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._count(what, [tensor] * (self.size - 1))
-        with _Waiting(self, what):
+        with _Waiting(self, what, "all_gather"):
             dist.all_gather_into_tensor(
                 _without_graph(gathered.flatten(0, 1)), _without_graph(tensor).contiguous(), self.handle
             )
@@ -107,7 +109,7 @@ class Group:
         """``[size, n, ...] -> [n, ...]``: this rank's part of the sum over the group."""
         part = torch.empty_like(tensor[0])
         self._count(what, [tensor[1:]])
-        with _Waiting(self, what):
+        with _Waiting(self, what, "reduce_scatter"):
             dist.reduce_scatter_tensor(
                 _without_graph(part), _without_graph(tensor).contiguous().flatten(0, 1), group=self.handle
             )
@@ -117,14 +119,14 @@ class Group:
         """The sum over the group, out of place."""
         total = tensor.clone()
         self._count(what, [tensor])
-        with _Waiting(self, what):
+        with _Waiting(self, what, "all_reduce"):
             dist.all_reduce(_without_graph(total), group=self.handle)
         return total
 
     def all_gather_object(self, value: object, what: str) -> list:
         """A small Python object of every rank, for messages and records."""
         values: list = [None] * self.size
-        with _Waiting(self, what):
+        with _Waiting(self, what, "agreement"):
             torch.distributed.all_gather_object(values, value, group=self.handle)
         return values
 
@@ -145,15 +147,17 @@ class _Waiting:
     which runs on gloo, is what says the sentence on the ranks that are left.
     """
 
-    __slots__ = "_group", "_start", "_what"
+    __slots__ = "_group", "_range", "_start", "_what"
 
-    def __init__(self, group: Group, what: str):
+    def __init__(self, group: Group, what: str, kind: str):
         self._group, self._what, self._start = group, what, time.monotonic()
+        self._range = named_range(kind)
 
     def __enter__(self) -> None:
-        pass
+        self._range.__enter__()
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        self._range.__exit__(None, None, None)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             group = self._group
             raise GroupError(
@@ -172,7 +176,7 @@ class Pending:
 
     def wait(self) -> None:
         """Block until all messages arrived (on CUDA: until the current stream may use them)."""
-        with _Waiting(self._group, self._what):
+        with _Waiting(self._group, self._what, "exchange"):
             for work in self._works:
                 work.wait()
         self._works, self._held = [], ()

@@ -1,27 +1,29 @@
-"""The table that rank 0 prints at start."""
+"""The table that rank 0 logs at the start: what was decided, and why."""
 
 from __future__ import annotations
+
+import io
 
 from rich.console import Console
 from rich.table import Table
 
+from ds_cp.log import log_rank_0
 from ds_cp.mesh import Mesh
 from ds_cp.planner import ModelFacts, Plan
 
 
-def print_start(
+def log_start(
     plan: Plan,
     mesh: Mesh,
     facts: ModelFacts,
     layers: int,
     recurrent: tuple[int, int] = (0, 0),
-    console: Console | None = None,
 ) -> None:
-    """Say what was decided, and why, so that nobody has to guess.
+    """Log how a model's sequences are shared, on rank 0, through the logger ``ds_cp``.
 
     Args:
-        layers: that mix tokens.
-        recurrent: those of them that trade tokens for channels, and those that run whole.
+        layers: how many layers mix tokens.
+        recurrent: how many of them exchange tokens for channels, and how many run whole on every rank.
     """
     world = mesh.dp_size * plan.size
     table = Table(title=f"ds_cp: {facts.name}", show_header=False, title_justify="left")
@@ -37,7 +39,14 @@ def print_start(
     table.add_row("sequences per step", f"micro batch x accumulation x dp {mesh.dp_size}")
     table.add_row("loss", "one sum and one count over a group; DeepSpeed means over the world")
     table.add_row("memory", _memory(plan))
-    (console or Console()).print(table)
+    log_rank_0(_rendered(table))
+
+
+def _rendered(table: Table) -> str:
+    """The table as text, below the logger's line, as wide as the terminal."""
+    text = io.StringIO()
+    Console(file=text, width=Console().width).print(table)
+    return "\n" + text.getvalue().rstrip()
 
 
 def _layers(attention: int, traded: int, whole: int) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ds_cp.attention import kernels
 from ds_cp.attention.accumulate import kernel_calls
 from ds_cp.attention.kernels import torch_flash
-from ds_cp.attention.merge import merge
+from ds_cp.attention.merge import merge_partial_attention
 from ds_cp.attention.score import Score
 from ds_cp.attention.ulysses import HeadSplit, Ulysses
 from ds_cp.cli.bench import in_process
@@ -77,10 +77,10 @@ def test_scores_too_large_for_a_plain_exponential_still_merge(kernel):
 def test_rows_that_see_no_key_merge_to_zero_without_nan():
     out, lse = torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf)
     part, part_lse = torch.ones(1, 1, 3, 2), torch.tensor([[[-torch.inf, 0.0, 5.0]]])
-    merge(out, lse, torch.where(part_lse[..., None].isinf(), 0.0, part), part_lse)
+    merge_partial_attention(out, lse, torch.where(part_lse[..., None].isinf(), 0.0, part), part_lse)
     assert out[0, 0].tolist() == [[0, 0], [1, 1], [1, 1]]
     assert lse[0, 0].tolist() == [-torch.inf, 0.0, 5.0]
-    merge(out, lse, torch.zeros_like(part), torch.full_like(lse, -torch.inf))
+    merge_partial_attention(out, lse, torch.zeros_like(part), torch.full_like(lse, -torch.inf))
     assert out[0, 0].tolist() == [[0, 0], [1, 1], [1, 1]]
 
 

@@ -58,7 +58,7 @@ def view_of_more(tensors, start):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("place", [lambda x: x, lambda x: view_of_more(x, 7)], ids=["whole", "view"])
 def test_merging_is_attention_over_both_sets_of_keys(dtype, tolerance, place):
-    check(merge.merge, place(parts(12, 2, dtype)), tolerance)
+    check(merge.merge_partial_attention, place(parts(12, 2, dtype)), tolerance)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++, which is not here")

@@ -15,11 +15,12 @@ from torch.autograd.function import once_differentiable
 from ds_cp.attention.accumulate import Accumulator, KernelCall, kernel_calls
 from ds_cp.attention.exchange import Exchange, Pair, RotatingBuffers, as_heads, select
 from ds_cp.attention.kernels import Kernel
-from ds_cp.attention.merge import merge, merge_sinks, sink_gradient
+from ds_cp.attention.merge import merge_partial_attention, merge_sinks, sink_gradient
 from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.attention.score import Score, TileCoordinates
 from ds_cp.attention.ulysses import AllHeads, HeadSharding
 from ds_cp.mask.schedule import REPLICATED, Step, count
+from ds_cp.profiling import named_range
 
 MakeExchange = Callable[[str], Exchange]
 """Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
@@ -117,21 +118,21 @@ class _Attention(torch.autograd.Function):
 def _forward(q, k, v, sinks, args: _AttendArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange, kernel, merge: (out in q's dtype, lse) over all keys."""
     exchange, precise = args.make_exchange("forward"), torch.promote_types(q.dtype, torch.float32)
-    q, extra_query_channels = _apart(q, k)
+    q, extra = _apart(q, k)
     calls, queries, _ = kernel_calls(exchange.steps, args.kernel, q.device, q.size(0))
     out = Accumulator((*q.shape[:3], v.size(-1)), q, q.dtype if queries.single_call else precise, queries.gaps)
     lse = Accumulator(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
     for (step, k_rows, v_rows), of_step in zip(exchange.received(k, v), calls):  # rows arrive
-        for (work, q_at, k_at), *rule in _scored(
-            of_step, step, exchange.steps[0], args, extra_query_channels
-        ):  # its tiles
-            part, part_lse = args.kernel.forward(q_at.view(q), k_at.view(k_rows), k_at.view(v_rows), work, *rule)
+        for (work, q_at, k_at), *rule in _scored(of_step, step, exchange.steps[0], args, extra):  # its tiles
+            with named_range("kernel"):
+                part, part_lse = args.kernel.forward(q_at.view(q), k_at.view(k_rows), k_at.view(v_rows), work, *rule)
             if q_at.first:
                 out.put(q_at, part)
                 lse.put(q_at, part_lse)
             else:
-                merge(q_at.view(out.total), q_at.view(lse.total), part, part_lse)
-    sinks = extra_query_channels[..., -1] if args.score.sinks_in_query else sinks
+                with named_range("merge"):
+                    merge_partial_attention(q_at.view(out.total), q_at.view(lse.total), part, part_lse)
+    sinks = extra[..., -1] if args.score.sinks_in_query else sinks
     if sinks is not None:
         merge_sinks(out.total, lse.total, sinks)
     return out.total.to(q.dtype), lse.total
@@ -144,10 +145,8 @@ def _backward(
     tables."""
     exchange, precise = args.make_exchange("backward"), lse.dtype
     own_step = exchange.steps[0]
-    q, extra_query_channels = _apart(q, k)
-    d_extra_query_channels = (
-        None if extra_query_channels is None else torch.zeros_like(extra_query_channels, dtype=precise)
-    )
+    q, extra = _apart(q, k)
+    d_extra = None if extra is None else torch.zeros_like(extra, dtype=precise)
     calls, queries, keys = kernel_calls(exchange.steps, args.kernel, q.device, q.size(0))
     d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in args.score.tables)
     dq = Accumulator(q.shape, q, q.dtype if queries.single_call else precise, queries.gaps)
@@ -159,21 +158,20 @@ def _backward(
             batch, heads, n, dim = k_rows.shape
             parcel = parcels.rows(q, (n, batch, heads, dim + v_rows.size(-1)), precise)
             dk, dv = (Accumulator(x.shape, x, precise, covered.gaps, total=x) for x in as_heads(parcel, dim))
-        for (work, q_at, k_at), *rule in _scored(
-            of_step, step, own_step, args, extra_query_channels, d_extra_query_channels, d_tables
-        ):
+        for (work, q_at, k_at), *rule in _scored(of_step, step, own_step, args, extra, d_extra, d_tables):
             rows = *(q_at.view(x) for x in (grad_out, q)), *(k_at.view(x) for x in (k_rows, v_rows))
-            parts = args.kernel.backward(*rows, q_at.view(out), q_at.view(lse), work, *rule)
+            with named_range("kernel"):
+                parts = args.kernel.backward(*rows, q_at.view(out), q_at.view(lse), work, *rule)
             for total, at, part in zip((dq, dk, dv), (q_at, k_at, k_at), parts):
                 total.add(at, part)
         if step is not own_step:
             exchange.return_gradients(step, parcel, _totals(own))
     d_compressed_kv = exchange.finish(_totals(own))
-    sinks = extra_query_channels[..., -1] if args.score.sinks_in_query else sinks
+    sinks = extra[..., -1] if args.score.sinks_in_query else sinks
     d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
     if args.score.sinks_in_query:
-        d_extra_query_channels[..., -1], d_sinks = d_sinks, None
-    d_query = dq.total if extra_query_channels is None else torch.cat([dq.total, d_extra_query_channels], dim=-1)
+        d_extra[..., -1], d_sinks = d_sinks, None
+    d_query = dq.total if extra is None else torch.cat([dq.total, d_extra], dim=-1)
     d_tables = [grad.to(table.dtype) for grad, table in zip(d_tables, args.score.tables)]
     return [d_query, *_totals(own)], d_compressed_kv, d_sinks, d_tables
 
@@ -194,8 +192,8 @@ def _scored(
     step: Step,
     own: Step,
     args: _AttendArgs,
-    extra_query_channels: torch.Tensor | None,
-    d_extra_query_channels: torch.Tensor | None = None,
+    extra: torch.Tensor | None,
+    d_extra: torch.Tensor | None = None,
     d_tables: tuple[torch.Tensor, ...] = (),
 ) -> Iterator[tuple[KernelCall, Score, TileCoordinates | None]]:
     """The calls of the kernel in a step, each with its score rule and, if that asks for it, where its tiles are."""
@@ -209,7 +207,7 @@ def _scored(
             k_positions = select(args.positions(step.source), step.rows)
         for call in calls:
             batch, _, q_rows = call.q.index
-            channels = (None if x is None else call.q.view(x) for x in (extra_query_channels, d_extra_query_channels))
+            channels = (None if x is None else call.q.view(x) for x in (extra, d_extra))
             yield (
                 call,
                 score,

@@ -8,7 +8,7 @@ from typing import Callable
 import torch
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_partial_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Fold the attention over more keys into ``out`` and ``lse``, in place.
 
     With ``out_i = softmax(s_i) v_i`` and ``lse_i = log sum exp s_i`` over disjoint key sets, the attention over their
@@ -27,7 +27,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 
 def merge_eager(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """The formula of :func:`merge`."""
+    """The formula of :func:`merge_partial_attention`."""
     finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # with no key on either side -inf - -inf would be NaN
     weight = torch.sigmoid(part_lse - finite)
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))

@@ -26,6 +26,7 @@ from ds_cp.patches.transformers.memory import chunked_layers, chunked_mlp, offlo
 from ds_cp.patches.transformers.models import families, recurrent, rope
 from ds_cp.patches.trl import fused_head
 from ds_cp.planner import Plan
+from ds_cp.report import log_start
 
 
 @dataclass(eq=False)
@@ -107,10 +108,7 @@ def attach(model: torch.nn.Module, requested: key.ContextParallelConfig) -> Atta
         undo = done.pop_all().close  # newest first
     patch = patches.record(patches.Patch(f"model {facts.name}", "its decoder runs on this rank's tokens", undo))
     weakref.finalize(decoder, patches.remove, patch).atexit = False
-    if torch.distributed.get_rank() == 0:
-        from ds_cp.report import print_start
-
-        print_start(plan, state.mesh, facts, state.layers, recurrent.counted(parts))
+    log_start(plan, state.mesh, facts, state.layers, recurrent.counted(parts))
     return state
 
 

@@ -29,7 +29,7 @@ from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.kernels import available
-from ds_cp.attention.merge import merge
+from ds_cp.attention.merge import merge_partial_attention
 from ds_cp.attention.score import Score
 from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
@@ -195,7 +195,7 @@ def check_tiles(kernel: Any, device: str) -> str:
         for x in launches:
             a, b = slice(x.q_start, x.q_stop), slice(x.k_start, x.k_stop)
             part, part_lse = kernel.forward(q[:, :, a], k[:, :, b], v[:, :, b], x, score)
-            merge(out[:, :, a], lse[:, :, a], part, part_lse)
+            merge_partial_attention(out[:, :, a], lse[:, :, a], part, part_lse)
         for x in launches:
             a, b = slice(x.q_start, x.q_stop), slice(x.k_start, x.k_stop)
             parts = kernel.backward(
