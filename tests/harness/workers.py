@@ -6,9 +6,13 @@ with its own case; no state (patches, groups, caches, seeds) leaks from case to 
 arguments need no pickling, for a fork has them already. Only results are pickled, on their way back.
 """
 
+import contextlib
 import faulthandler
+import gc
+import importlib
 import os
 import pickle
+import pkgutil
 import re
 import signal
 import sys
@@ -32,6 +36,7 @@ class Report:
     value: object = None
     message: str = ""
     details: str = ""
+    imported: tuple = ()  # names of the modules that it imported
 
 
 class RanksFailed(AssertionError):
@@ -86,10 +91,12 @@ class Workers:
             try:
                 for rank in range(self.world):
                     ranks.append(_fork(rank, self.world, Path(folder), lambda: function(*args, **kwargs)))
-                return _collect(ranks, self.timeout, patient)
+                reports = _collect(ranks, self.timeout, patient)
             finally:
                 for rank in ranks:
                     rank.end()
+        import_for_later_ranks(reports[0].imported)
+        return reports
 
 
 class _Rank:
@@ -206,9 +213,10 @@ def _be_a_rank(rank, world, folder, stack_file, connection, function):
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
         faulthandler.dump_traceback_later(10 * WATCHDOG_SECONDS, exit=True)  # should the parent die
+        before = set(sys.modules)
         try:
             _join_the_world(rank, world, folder)
-            report = pickle.dumps(Report(rank, "returned", function()))
+            report = pickle.dumps(Report(rank, "returned", function(), imported=_imported_since(before)))
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
             report = pickle.dumps(Report(rank, "raised", message=message, details=traceback.format_exc()))
@@ -231,6 +239,19 @@ def _join_the_world(rank, world, folder):
     deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
 
 
+def _imported_since(before):
+    """Names of the modules of installed packages that this process has imported since; not of those that a test made."""
+    new = [(name, module) for name, module in sys.modules.items() if name not in before]
+    return tuple(name for name, module in new if "site-packages" in (getattr(module, "__file__", None) or ""))
+
+
+def import_for_later_ranks(names):
+    """Import in this process what a rank has imported, so that ranks of later calls need not."""
+    for name in names:
+        with contextlib.suppress(Exception):  # importable only in the state that the rank was in
+            importlib.import_module(name)
+
+
 def _leave_the_world():
     import torch.distributed
 
@@ -239,13 +260,26 @@ def _leave_the_world():
 
 
 def import_everything_once():
+    """Import in this process what ranks would otherwise import after each fork, and freeze the garbage collector's heap.
+
+    Objects that exist by now are never garbage. Without :func:`gc.freeze` each collection in a rank would visit all of
+    them, which copies their memory pages.
+    """
     if "harness.warm" in sys.modules:
         return
-    import deepspeed
     import deepspeed.ops
+    import deepspeed.runtime.superoffload.superoffload_stage3
+    import deepspeed.runtime.zero.muon.muon_optimizer
     import torch
-    import transformers.trainer  # noqa: F401  all that transformers imports late, and slowly
+    import transformers.trainer  # noqa: F401
 
+    import ds_cp.patches
+
+    for package in (ds_cp, ds_cp.patches):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a C++ build that no test needs
+    gc.collect()
+    gc.freeze()
     sys.modules["harness.warm"] = sys.modules[__name__]
