@@ -10,7 +10,9 @@ from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
 from ds_cp.cli.bench import in_process
+from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
+from ds_cp.mask.rules import CAUSAL
 from ds_cp.mask.schedule import schedule
 from ds_cp.mesh import Group
 
@@ -42,6 +44,20 @@ def inputs(batch, query_heads, key_heads, length, dim, value_dim, dtype=torch.fl
     generator = torch.Generator().manual_seed(seed)
     shapes = [(query_heads, dim), (key_heads, dim), (key_heads, value_dim), (query_heads, value_dim)]
     return [torch.randn(batch, heads, length, d, dtype=dtype, generator=generator) for heads, d in shapes]
+
+
+def block_inputs(heads=(4, 2), m=7, n=9, dims=(16, 16), batch=2, dtype=torch.float64):
+    """q, k, v and the output's gradient of one block: `m` queries, `n` keys."""
+    generator = torch.Generator().manual_seed(m * 1000 + n)
+    shapes = ((heads[0], m, dims[0]), (heads[1], n, dims[0]), (heads[1], n, dims[1]), (heads[0], m, dims[1]))
+    return [torch.randn(batch, *shape, dtype=dtype, generator=generator) for shape in shapes]
+
+
+def packed_steps(documents, rule=CAUSAL, layout=None, rank=0):
+    """A rank's schedule for one packed row."""
+    length = sum(documents)
+    segments = Documents.find(1, length, positions=positions_of([documents])).segments(rule)
+    return schedule(segments, layout or Layout(length, 1, 1), rank)
 
 
 def positions_of(documents):

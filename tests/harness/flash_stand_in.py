@@ -9,15 +9,14 @@ included. The formulas share no code with ds_cp.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Optional, Sequence
 
 import torch
 
-SIGNATURES: dict[str, dict[str, dict[str, Any]]] = json.loads(
-    (Path(__file__).resolve().parents[1] / "data" / "flash_signatures.json").read_text()
-)
+from harness.paths import DATA
+
+SIGNATURES: dict[str, dict[str, dict[str, Any]]] = json.loads((DATA / "flash_signatures.json").read_text())
 VERSIONS = [(kernel, version) for kernel in sorted(SIGNATURES) for version in sorted(SIGNATURES[kernel])]
 
 _modules: dict[tuple[str, str], SimpleNamespace] = {}

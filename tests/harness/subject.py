@@ -72,3 +72,10 @@ def check(results, truth, dtype=torch.float32, losses=None):
         oracle.assert_close_loss(loss, want, oracle.LOSS_TOLERANCE[dtype])
     gradients = oracle.mean_over_ranks([gradients for _, gradients in results])
     oracle.assert_close_gradients(gradients, truth.gradients, oracle.TOLERANCE[dtype])
+
+
+def gathered_bytes():
+    """Bytes that this rank has sent in gathers of whole sequences, over all meshes."""
+    from ds_cp import mesh
+
+    return sum(each.cp_group.sent["gather"] for each in mesh.known())

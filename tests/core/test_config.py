@@ -1,0 +1,169 @@
+"""The JSON key: what is accepted, and the sentence for what is not."""
+
+import base64
+import json
+import re
+
+import pytest
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
+
+import ds_cp
+from ds_cp import patches
+from ds_cp.config import ConfigError, ContextParallelConfig, find, normalise, read, unread
+from ds_cp.patches.deepspeed import refuse_features
+from harness.paths import ROOT
+
+
+@pytest.fixture
+def watched():
+    """The two classes that read a DeepSpeed config, watched as in a user's process."""
+    for name in ("deepspeed.runtime.config", "accelerate.utils.deepspeed"):
+        patches.on_import(name)
+
+
+WRONG = [
+    # (value of the key, what the message must say)
+    (8, r'"context_parallel" is 8, but it must be an object such as \{"size": 8\}'),
+    ({"sise": 8}, r'"context_parallel.sise" is not a key of ds_cp. Did you mean "size"\? Known keys: size, method'),
+    ({"enabled": True, "size": 8}, r'"context_parallel.enabled" is not a key of ds_cp. There is no switch: a "size" above 1 is on'),
+    ({"size": 0}, r'"context_parallel.size" is 0; allowed: "auto" or a whole number from 1'),
+    ({"size": -2}, r'"context_parallel.size" is -2'),
+    ({"size": 2.0}, r'"context_parallel.size" is 2.0'),
+    ({"size": True}, r'"context_parallel.size" is true'),
+    ({"size": "8"}, r'"context_parallel.size" is "8"'),
+    ({"method": "rings"}, r'"context_parallel.method" is "rings". Did you mean "ring"\? Allowed: "auto", "ulysses", "ring"'),
+    ({"layout": "zig-zag"}, r'Did you mean "zigzag"'),
+    ({"kernel": "flash"}, r'"context_parallel.kernel" is "flash"'),
+    ({"checks": True}, r'"context_parallel.checks" is true. Allowed: "first_step"'),
+    ({"timeout": 0}, r'"context_parallel.timeout" is 0: input should be greater than 0'),
+    ({"timeout": "long"}, r'"context_parallel.timeout" is "long"'),
+    ({"timeout": True}, r'"context_parallel.timeout" is true: input should be a valid number'),
+    ({"timeout": "5"}, r'"context_parallel.timeout" is "5"'),
+    ({"timeout": float("inf")}, r'"context_parallel.timeout" is Infinity: input should be a finite number'),
+    ({"offload_kv": 0}, r'"context_parallel.offload_kv" is 0; allowed: "auto", true, false or a whole number from 1'),
+    ({"offload_kv": "on"}, r'"context_parallel.offload_kv" is "on"; allowed: "auto", true, false or'),
+    ({8: "size"}, r'"context_parallel" has a key 8, which is no name'),
+    ({"unverified": "yes"}, r'Allowed: "refuse", "allow"'),
+    ({"ulysses_size": 1.5}, r'"context_parallel.ulysses_size" is 1.5'),
+    ({"recompute_attention": "yes"}, r'"context_parallel.recompute_attention" is "yes". Allowed: false, true'),
+    ({"tiled_loss": "True"}, r'"context_parallel.tiled_loss" is "True". Did you mean "true"\? Allowed: "auto", true, false'),
+    ({"offload_activations": "cpu"}, r'"context_parallel.offload_activations" is "cpu". Allowed: "auto", true, false'),
+    ({"size": 3}, r"8 ranks and 3 does not divide 8: .* Legal sizes here: 1, 2, 4, 8\."),
+    ({"size": 16}, r"Legal sizes here: 1, 2, 4, 8"),
+    ({"size": 8, "ulysses_size": 3}, r'"context_parallel.ulysses_size" is 3, but it must divide .* Legal values here: 1, 2, 4, 8'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value, message", WRONG, ids=[json.dumps(value) for value, _ in WRONG])
+def test_a_wrong_key_says_what_is_wrong_and_what_is_allowed(value, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        normalise({"context_parallel": value}, world_size=8)
+    assert str(raised.value).endswith("Nothing was started.")
+
+
+def test_all_wrong_values_are_named_at_once():
+    with pytest.raises(ConfigError, match="size.*\n.*method.*\n.*Nothing"):
+        read({"size": -1, "method": "bogus"})
+
+
+def test_a_job_of_one_rank_is_told_how_to_start_more():
+    with pytest.raises(ConfigError, match="--num_accelerators"):
+        normalise({"context_parallel": {"size": 2}}, world_size=1)
+
+
+def test_auto_size_is_the_world_and_no_auto_is_left_for_other_readers():
+    ds_config = {"context_parallel": {"size": "auto", "method": "auto"}, "train_batch_size": 4}
+    assert normalise(ds_config, 8).size == 8
+    assert ds_config["context_parallel"]["size"] == 8
+    assert "auto" not in json.dumps(ds_config)
+    again = json.loads(json.dumps(ds_config))
+    normalise(again, 8)
+    assert again == ds_config
+
+
+def test_without_the_key_nothing_changes():
+    ds_config = {"train_batch_size": 4}
+    assert normalise(ds_config, 8) is None
+    assert ds_config == {"train_batch_size": 4}
+
+
+def test_the_key_is_found_in_every_form_that_deepspeed_reads(tmp_path):
+    ds_config = {"context_parallel": {"size": 2}}
+    text = json.dumps(ds_config)
+    path = tmp_path / "ds.json"
+    path.write_text("# hjson allows comments\n" + text)
+    for form in (ds_config, text, base64.urlsafe_b64encode(text.encode()).decode(), str(path), path):
+        assert find(form) == {"size": 2}
+    for form in (None, 3, "no/such/file.json", {}, base64.urlsafe_b64encode(b"nothing").decode()):
+        assert find(form) is None
+
+
+UNREAD = {
+    # (the config): the name that nobody reads
+    '{"contex_parallel": {"size": 2}}': "contex_parallel",
+    '{"contextParallel": {"size": 2}}': "contextParallel",
+    '{"context-parallel": 2}': "context-parallel",
+    '{"context_parallel_size": 2}': "context_parallel_size",
+    '{"ctx_parallel": 2}': "ctx_parallel",
+    '{"context_parallel": {"size": 2}, "context_paralel": {"size": 4}}': "context_paralel",
+    '{"zero_optimization": {"stage": 2, "context_parallel": {"size": 2}}}': "zero_optimization.context_parallel",
+    '{"optimizer": {"type": "Adam", "params": {"context_parallel": 2}}}': "optimizer.params.context_parallel",
+}
+
+
+@pytest.mark.parametrize("text, name", UNREAD.items(), ids=UNREAD.values())
+def test_a_key_that_nobody_reads_is_refused_wherever_a_config_is_read(text, name, watched, tmp_path, monkeypatch):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    message = f'"{re.escape(name)}" in the DeepSpeed config is read by nobody, so no sequence would be shared'
+    for reader, config in (
+        (DeepSpeedConfig, str(path)),
+        (DeepSpeedConfig, json.loads(text)),
+        (HfDeepSpeedConfig, str(path)),
+        (ds_cp.dp_size, str(path)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            reader(config)
+    monkeypatch.setenv("DS_CP_DISABLE", "1")
+    with pytest.warns(UserWarning, match="NO sequence is shared"):
+        HfDeepSpeedConfig(str(path))
+
+
+def test_names_of_deepspeed_and_values_are_not_taken_for_the_key():
+    names = (
+        "tensor_parallel",
+        "expert_parallel",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "pipeline_parallelism",
+    )
+    assert unread({**{name: {"autotp_size": 1} for name in names}, "context_parallel": {"size": 2}, 3: None}) is None
+    assert unread({"wandb": {"project": "context_parallel"}, "steps": [{"context_parallel": 2}]}) is None
+
+
+EXAMPLES = sorted((ROOT / "example_configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_an_example_config_is_accepted(path):
+    ds_config = json.loads(path.read_text())
+    asked = dict(ds_config["context_parallel"])
+    assert normalise(ds_config, asked["size"]).size > 1
+    assert ds_config["context_parallel"].items() >= asked.items()
+    refuse_features(ds_config)
+
+
+def test_the_readme_lists_each_example_and_each_name_of_the_key_with_its_default():
+    readme = (ROOT / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+\.json)` \|", readme, re.MULTILINE)) == [path.name for path in EXAMPLES]
+    told = dict(
+        re.findall(
+            r"^\| `(\w+)` \| (?:seconds, )?`?([^`,|]+?)`?(?:,[^|]*)? \|", _section(readme, "### The key"), re.MULTILINE
+        )
+    )
+    assert {name: json.loads(text) for name, text in told.items()} == ContextParallelConfig().model_dump()
+
+
+def _section(text, title):
+    return text.split(f"\n{title}\n")[1].split("\n### ")[0]

@@ -1,0 +1,72 @@
+"""The device of a rank's first message, and the versions of torch whose matrix products the loss in chunks needs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_cp import mesh
+from harness import engine, models
+from harness.cases import config_of
+from harness.models import ModelSpec
+
+
+def order_of_device_and_messages(config):
+    from deepspeed.accelerator import get_accelerator
+
+    happened, accelerator, send = [], get_accelerator(), mesh.Group.all_reduce
+
+    def all_reduce(group, tensor, what):
+        happened.append(what)
+        return send(group, tensor, what)
+
+    type(accelerator).set_device = lambda self, index: happened.append(index)
+    mesh.Group.all_reduce = all_reduce
+    engine.initialize(config, models.build(ModelSpec("llama"), torch.float32))
+    return happened
+
+
+def test_deepspeed_ranks_choose_their_device_before_the_first_message(workers):
+    config = engine.json_config(config_of("ring", 2), 2)
+    for rank, happened in enumerate(workers(2).run(order_of_device_and_messages, config)):
+        assert happened[0] == rank
+        assert "first contact" in happened
+
+
+class Cards:
+    """What :func:`ds_cp.mesh.choose_device` asks an accelerator; four cards."""
+
+    def __init__(self, current):
+        self.chosen, self.current = None, current
+
+    device_name = staticmethod(lambda: "cuda")
+    device_count = staticmethod(lambda: 4)
+
+    def current_device(self):
+        return self.current
+
+    def set_device(self, index):
+        self.chosen = index
+
+
+ON_CPU, ON_CARD_2 = torch.device("cpu"), torch.device("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "current", "local_rank", "chosen"),
+    [
+        (ON_CARD_2, 0, "3", 2),  # the model is there
+        (ON_CPU, 0, "3", 3),  # as DeepSpeed would
+        (ON_CPU, 1, "3", None),  # the script has chosen one
+        (ON_CPU, 0, "7", None),  # each process sees a part of the cards only
+        (ON_CPU, 0, None, None),
+    ],
+)
+def test_a_loop_without_an_engine_chooses(monkeypatch, weights, current, local_rank, chosen):
+    cards = Cards(current)
+    monkeypatch.setattr(mesh, "get_accelerator", lambda: cards)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    mesh.choose_device(SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=weights)])))
+    assert cards.chosen == chosen

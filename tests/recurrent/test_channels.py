@@ -1,0 +1,47 @@
+"""The exchange of tokens for heads or channels: how heads are split over ranks, sums of gradients, bytes of mixed dtypes."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_every_head_is_computed_once_beside_the_groups_that_serve_it(ranks):
+    from ds_cp.recurrent.channels import ChannelSplit
+
+    for heads, groups in [(64, 64), (100, 1), (8, 2), (24, 8), (80, 8), (48, 2), (1, 1), (2, 1), (7, 7), (6, 3)]:
+        split = ChannelSplit.plan(heads, groups, ranks)
+        assert [head for run in split.heads for head in range(*run)] == [*range(heads)]
+        width = heads // groups
+        repeated = [group for group in range(groups) for _ in range(split.repeat)]
+        for mine, served in zip(split.heads, split.groups):
+            count, given = mine[1] - mine[0], repeated[slice(*served)]
+            assert count == 0 or count % len(given) == 0
+            used = [given[i // (count // len(given))] for i in range(count)]
+            assert used == [head // width for head in range(*mine)]
+
+
+def test_shares_of_a_group_are_summed_in_fp32(workers):
+    """1 + 2^-8 + 2^-8: bf16 would round twice and lose both."""
+
+    def summed():
+        from ds_cp.layout import Layout
+        from ds_cp.mesh import build
+        from ds_cp.recurrent.channels import HeadExchange
+
+        mesh = build(ring=3, ulysses=1, timeout=30.0)
+        trade = HeadExchange(Layout(6, 3, 1), mesh.cp_group, (((0, 1),) * 3,), (1,))
+        share = torch.full((1, 6, 1, 1), [1.0, 2.0**-8, 2.0**-8][mesh.cp_group.rank], dtype=torch.bfloat16)
+        return trade.to_tokens([share], "backward")[0]
+
+    for total in workers(3).run(summed):
+        assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-7, dtype=torch.bfloat16))
+
+
+def test_one_token_of_several_dtypes_is_read_wherever_it_lies():
+    """A rank's parcel starts where another's ends: behind an odd number of bf16 values fp32 ones lie between two numbers."""
+    from ds_cp.recurrent.channels import _bytes, _tensors
+
+    given = [torch.full((1, 1, 1, 1), 3.0, dtype=torch.bfloat16), torch.full((1, 1, 1, 1), 5.0)]
+    for parcel in torch.cat([_bytes(given).flatten()] * 2).chunk(2):
+        assert _tensors(parcel.view(1, 1, -1), given, [(0, 1), (0, 1)]) == given
