@@ -18,6 +18,7 @@ from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.replacement import Replacement
+from ds_cp.region import LayerCall
 
 
 def projected(original: Callable, self: Any, hidden_states, *args, **kwargs):
@@ -140,7 +141,7 @@ def of_running(rule: Any, module: torch.nn.Module) -> MaskDescriptor | None:
     """
     region = current_region()
     if region is not None:
-        return MaskDescriptor(region, rule)
+        return MaskDescriptor(LayerCall(region), rule)
     if torch._C._current_graph_task_id() != -1:
         raise BatchError(
             f"{type(module).__name__} is recomputed in the backward pass, but it gets no mask that says which sequence is "
