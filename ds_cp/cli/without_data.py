@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Iterator
 
 import torch
@@ -71,7 +72,7 @@ class WithoutData:
             if checkpoints:
                 with warnings.catch_warnings(action="ignore"):  # the name that every version knows
                     self._model.gradient_checkpointing_enable({"use_reentrant": False})
-            chunked_mlp.attach(decoder, mlp_in_tiles)
+            chunked_mlp.attach(decoder, replace(plan, tiled_mlp=mlp_in_tiles))
             for weight in decoder.parameters():  # ZeRO takes gradients as they come
                 weight.register_post_accumulate_grad_hook(_let_go)
             given = torch.empty(1, tokens, config.hidden_size, dtype=self._dtype, requires_grad=True)
