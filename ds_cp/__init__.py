@@ -87,7 +87,7 @@ def _data_parallel(source: Any) -> tuple[int, int]:
     from ds_cp.patches import data_parallel
 
     data_parallel.refuse_unread(source)
-    size = data_parallel.cp_size(source)
+    size = data_parallel.cp_size_of_config(source)
     return data_parallel.dp_size(size), data_parallel.dp_rank(size)
 
 

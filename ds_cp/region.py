@@ -69,7 +69,7 @@ class Region:
         plan, mesh: how the sequence is shared, and with whom.
         layout: which token is where.
         documents: which tokens belong together.
-        whole_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
+        dense_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
         early_mask: rule and terms of the mask that the model made for all layers before its decoder ran. Not the
             descriptor, which holds the region: a cycle would keep whole masks until Python looks for cycles.
         encoder_mask: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
@@ -84,7 +84,7 @@ class Region:
     mesh: Mesh
     layout: Layout
     documents: Documents
-    whole_mask: torch.Tensor | None = None
+    dense_mask: torch.Tensor | None = None
     early_mask: "tuple[Rule, tuple[Term, ...]] | None" = None
     encoder_mask: torch.Tensor | None = None
     last_position: torch.Tensor | None = None

@@ -19,7 +19,7 @@ def cp_size_of_accelerator() -> int:
     from accelerate.state import AcceleratorState
 
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
-    return data_parallel.cp_size(plugin.deepspeed_config) if plugin is not None else 1
+    return data_parallel.cp_size_of_config(plugin.deepspeed_config) if plugin is not None else 1
 
 
 class AcceleratorView(data_parallel.WorkerView):
@@ -29,14 +29,14 @@ class AcceleratorView(data_parallel.WorkerView):
         super().__init__(whole, size, "num_processes", "process_index")
 
     def gather(self, tensor: Any) -> Any:
-        return first_of_each(self._whole.gather(tensor), self._size)
+        return first_of_each_group(self._whole.gather(tensor), self._size)
 
     def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
         reduced = self._whole.reduce(tensor, reduction, scale)
         return reduced / self._size if reduction == "sum" else reduced
 
 
-def first_of_each(gathered: Any, size: int) -> Any:
+def first_of_each_group(gathered: Any, size: int) -> Any:
     """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
     from accelerate.state import PartialState
     from accelerate.utils import recursively_apply
@@ -241,7 +241,7 @@ def _one_per_group(original: Callable) -> Callable:
         use_gather_object = use_gather_object or not _all_tensors(input_data)  # as accelerate decides
         if use_gather_object and self.process_index % size:
             input_data = type(input_data)()
-        self.gather = lambda data: first_of_each(type(self).gather(self, data), size)
+        self.gather = lambda data: first_of_each_group(type(self).gather(self, data), size)
         try:
             return original(self, input_data, use_gather_object)
         finally:

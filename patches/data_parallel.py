@@ -55,7 +55,7 @@ def refuse_unread(ds_config: Any) -> None:
         key.refuse_unread(config)
 
 
-def cp_size(ds_config: Any) -> int:
+def cp_size_of_config(ds_config: Any) -> int:
     """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
     requested = active_config(ds_config)
     return requested.size if requested else 1
@@ -64,7 +64,7 @@ def cp_size(ds_config: Any) -> int:
 def cp_size_of_arguments(args: Any) -> int:
     """Ranks per sequence of TrainingArguments; 1 without a DeepSpeed config."""
     hf_config = getattr(args, "hf_deepspeed_config", None)
-    return cp_size(hf_config.config) if hf_config is not None else 1
+    return cp_size_of_config(hf_config.config) if hf_config is not None else 1
 
 
 def dp_size(size: int) -> int:

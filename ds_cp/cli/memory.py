@@ -152,7 +152,7 @@ def _is_away(zero: Mapping[str, Any], name: str) -> bool:
 
 def _keys_in_host(job: Job, seq_len: int) -> float:
     """K and V of one layer, of all tokens at most, and their gradients in fp32."""
-    pairs, dims = structure.heads(job.config), structure.head_dims(job.config)
+    pairs, dims = structure.head_counts(job.config), structure.head_dims(job.config)
     key_heads = max((keys for _, keys in pairs), default=0) / job.plan.ulysses
     return job.rows * seq_len * key_heads * 2 * max(dims, default=0) * (job.dtype.itemsize + 4)
 

@@ -52,7 +52,7 @@ def _entry(owner: object) -> _Running:
     return _Running(owner, depth, thread)
 
 
-def enter_stack(owner: object, region: Region | None) -> None:
+def begin_stack(owner: object, region: Region | None) -> None:
     """Open a region (or none, to shadow an outer one) while ``owner`` runs."""
     top = _entry(owner)
     if region:
@@ -61,7 +61,7 @@ def enter_stack(owner: object, region: Region | None) -> None:
     _running.append(top)
 
 
-def leave_stack(owner: object) -> Region | None:
+def end_stack(owner: object) -> Region | None:
     """Close what ``owner`` opened, if it did, and return its region."""
     if not _running or _running[-1].owner is not owner:
         return None
@@ -72,7 +72,7 @@ def leave_stack(owner: object) -> Region | None:
 
 
 @contextmanager
-def recomputing_in(owner: object, region: Region | None) -> Iterator[None]:
+def running_layer(owner: object, region: Region | None) -> Iterator[None]:
     """While ``owner``, a part of what ran in a region, runs there once more: in the backward pass, when that is closed."""
     top = _entry(owner)
     top.region = region
@@ -89,19 +89,19 @@ def current_region() -> Region | None:
     return next((each.region for each in reversed(_running) if each.call is None), None)
 
 
-def in_stack() -> bool:
+def is_stack_running() -> bool:
     """Whether a part of a model that may be shared is running, shared or not."""
     return any(each.call is None for each in _running)
 
 
-def enter_task_head(owner: object, call: TaskHeadCall) -> None:
+def begin_task_head(owner: object, call: TaskHeadCall) -> None:
     """The head ``owner`` starts."""
     top = _entry(owner)
     top.call = call
     _running.append(top)
 
 
-def leave_task_head(owner: object) -> TaskHeadCall | None:
+def end_task_head(owner: object) -> TaskHeadCall | None:
     """The head ``owner`` has ended; None if it failed before it started."""
     return _running.pop().call if _running and _running[-1].owner is owner else None
 

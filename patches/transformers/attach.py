@@ -69,7 +69,7 @@ def attach(model: torch.nn.Module, requested: key.ContextParallelConfig) -> Atta
     decoder = structure.find_decoder(head)
     config = head.config.get_text_config(decoder=True)
     device = get_accelerator().device_name()
-    facts = support.examine(head, decoder, requested.unverified)
+    facts = support.check_model(head, decoder, requested.unverified)
     node = _ranks_per_node(device)
     try:
         plan = planner.resolve(requested, facts, node, device)

@@ -17,14 +17,14 @@ from ds_cp.agreement import BatchError
 from ds_cp.attention.score import CompressedKVTerm, Dropout, Score, Term
 from ds_cp.attention.terms import DistanceProfiles
 from ds_cp.patches.transformers import masks, outside_region
-from ds_cp.patches.transformers.ambient import current_region, current_task_head, in_stack
-from ds_cp.patches.transformers.batch import kind
+from ds_cp.patches.transformers.ambient import current_region, current_task_head, is_stack_running
+from ds_cp.patches.transformers.batch import describe
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models import indexed
 
 NAME = "ds_cp"
 
-ACROSS_LAYERS = frozenset(
+DEPTH_ATTENTION = frozenset(
     {"Inkling2BlockAttentionResidual", "Inkling2LoopBlockAttentionResidual", "Inkling2LoopMessageAttentionResidual"}
 )
 """Classes in which a token attends to what layers before made of it, so that nothing is shared."""
@@ -79,10 +79,10 @@ def mask_forward(
         given = kwargs | dict(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
         )
-        return masks.DeferredMask(make, given) if current_task_head() and not in_stack() else make(**given)
+        return masks.DeferredMask(make, given) if current_task_head() and not is_stack_running() else make(**given)
     if region.encoder_mask is not None and kwargs.get("attention_mask") is region.encoder_mask:
         return masks.cross_mask(mask_function, region)
-    return masks.describe(mask_function, region, q_length, kv_length)
+    return masks.make_descriptor(mask_function, region, q_length, kv_length)
 
 
 @torch.compiler.disable
@@ -102,9 +102,9 @@ def attention_forward(
         return _shared(*given, attention_mask, dropout, scaling, **kwargs), None
     if isinstance(attention_mask, masks.CrossMask):
         return outside_region.sdpa(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
-    if current_region() is not None and type(module).__name__ not in ACROSS_LAYERS:
+    if current_region() is not None and type(module).__name__ not in DEPTH_ATTENTION:
         raise BatchError(
-            f"{type(module).__name__} got {kind(attention_mask)} instead of the mask of the shared sequence: it would "
+            f"{type(module).__name__} got {describe(attention_mask)} instead of the mask of the shared sequence: it would "
             "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
         )
     return outside_region.sdpa(*given, attention_mask, dropout, scaling, **kwargs)

@@ -12,7 +12,7 @@ from ds_cp.mask.documents import Documents
 from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 
-FLASH_FACTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
 
 OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
@@ -28,7 +28,7 @@ SECOND = (ENCODER[0], "cross_attention_states")
 """The states of a second sequence: an encoder's, or mllama's images."""
 
 
-def named(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
+def arguments_by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
     """All arguments by name."""
     bound = signature.bind_partial(*args, **kwargs).arguments
     for name, parameter in signature.parameters.items():
@@ -47,7 +47,7 @@ def with_assumed_mask(module: torch.nn.Module, arguments: dict[str, Any]) -> dic
 
 def facts(arguments: Mapping[str, Any]) -> frozenset[str]:
     """Which arguments about documents and positions a call was given."""
-    return frozenset(name for name in ("position_ids", *FLASH_FACTS) if arguments.get(name) is not None)
+    return frozenset(name for name in ("position_ids", *PACKING_ARGUMENTS) if arguments.get(name) is not None)
 
 
 def check_shapes(arguments: Mapping[str, Any], labels: torch.Tensor | None, batch: int, seq_len: int) -> None:
@@ -152,7 +152,7 @@ def mask_of(arguments: Mapping[str, Any]) -> Any:
 def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
     """Documents and padding from positions, 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``."""
     mask = mask_of(arguments)
-    if whole_mask(arguments, batch, seq_len) is not None:
+    if dense_mask(arguments, batch, seq_len) is not None:
         return Documents.find(batch, seq_len)  # it says everything, as in transformers: packing and padding too
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
@@ -180,7 +180,7 @@ def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documen
     )
 
 
-def whole_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
+def dense_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
     """A mask [B or 1, H or 1, S, S] that the user made; every rank holds it whole and cuts it per tile."""
     mask = mask_of(arguments)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
@@ -194,7 +194,7 @@ def whole_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.
     return mask if readable and mask.size(0) in (1, batch) else None
 
 
-def kind(value: Any) -> str:
+def describe(value: Any) -> str:
     """What an argument is, for messages."""
     return "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
 

@@ -69,10 +69,10 @@ def check(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any
     Raises:
         BatchError: names the argument, the number and the table.
     """
-    refuse([*_by_token(stack, arguments), *_by_position(stack, tables, arguments), *_by_label(call)])
+    refuse_out_of_range([*_by_token(stack, arguments), *_by_position(stack, tables, arguments), *_by_label(call)])
 
 
-def refuse(lookups: list[Lookup]) -> None:
+def refuse_out_of_range(lookups: list[Lookup]) -> None:
     """Raise for the first lookup that its table does not hold.
 
     Raises:
@@ -128,10 +128,10 @@ def _by_position(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[s
 
 def _by_label(call: TaskHeadCall) -> Iterator[Lookup]:
     if call.targets is not None and call.vocab and not call.targets.is_floating_point():
-        yield of_labels(call.targets, call.vocab, call.ignore_index)
+        yield label_lookup(call.targets, call.vocab, call.ignore_index)
 
 
-def of_labels(targets: torch.Tensor, vocab: int, ignore_index: int) -> Lookup:
+def label_lookup(targets: torch.Tensor, vocab: int, ignore_index: int) -> Lookup:
     """Labels of the whole sequence, as the loss takes them."""
     return Lookup("labels", targets.masked_fill(targets == ignore_index, 0), 0, vocab - 1, "the vocabulary")
 

@@ -19,7 +19,7 @@ from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import bounds, masks, prefill, shard_batch, structure, support
-from ds_cp.patches.transformers.ambient import current_region, current_task_head, enter_stack, leave_stack
+from ds_cp.patches.transformers.ambient import begin_stack, current_region, current_task_head, end_stack
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.planner import Plan
 from ds_cp.region import Region
@@ -57,9 +57,9 @@ def find(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     stacks = {}
     for module in (*encoders, decoder):
         config, is_decoder = structure.stack_config(head, module), module is decoder
-        layers = structure.mixers(module, config, is_decoder)
+        layers = structure.count_token_mixers(module, config, is_decoder)
         rules, tables = structure.layer_rules(config, is_decoder), bounds.position_tables(module)
-        stacks[module] = Stack(layers, rules, is_decoder, tables, prefill.argument_of(module))
+        stacks[module] = Stack(layers, rules, is_decoder, tables, prefill.cache_argument(module))
     return stacks
 
 
@@ -78,18 +78,18 @@ def hook(module: PreTrainedModel, stack: Stack, plan: Plan, mesh: Mesh) -> list[
 def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
     @torch.compiler.disable
     def before_stack(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = batches.with_assumed_mask(module, batches.named(signature, args, kwargs))
+        arguments = batches.with_assumed_mask(module, batches.arguments_by_name(signature, args, kwargs))
         call = (current_task_head() if stack.feeds_head else None) or TaskHeadCall()
         # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
         fills_cache = arguments.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
         cache, mode = None, int(call.keeps_local)
         if batches.cache_of(arguments) is not None or fills_cache:
-            cache, mode = prefill.empty_cache(module, arguments) if stack.cache else None, WITH_CACHE
+            cache, mode = prefill.cache_to_fill(module, arguments) if stack.cache else None, WITH_CACHE
             if cache is None:
                 if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
                     agree(mesh.control_group, None, (*batches.shape_of(arguments), mode), 0, stack.forwards)
-                enter_stack(module, None)  # every rank runs the whole; in decoding that is one new token
-                return masks.plain(args), masks.plain(kwargs)
+                begin_stack(module, None)  # every rank runs the whole; in decoding that is one new token
+                return masks.materialise(args), masks.materialise(kwargs)
         region = _open(stack, plan, mesh, arguments, call, module, mode)
         stack.forwards += 1
         local = shard_batch.local_arguments(region, arguments, batches.shape_of(arguments))
@@ -99,8 +99,10 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
             local[stack.cache] = prefill.ShardedPrefillCache(cache, region)
         elif "use_cache" in signature.parameters:
             local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
-        stack.lacks_cache = cache is None and "use_cache" in signature.parameters and prefill.caches(module, arguments)
-        enter_stack(module, region)
+        stack.lacks_cache = (
+            cache is None and "use_cache" in signature.parameters and prefill.returns_cache(module, arguments)
+        )
+        begin_stack(module, region)
         return (), local
 
     before_stack.ds_cp = True
@@ -139,13 +141,13 @@ def _open(
     stack.compared.add(kind)
     assert documents is not None
     layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, stack.rules)
-    return Region(plan, mesh, layout, documents, whole_mask=batches.whole_mask(arguments, *shape))
+    return Region(plan, mesh, layout, documents, dense_mask=batches.dense_mask(arguments, *shape))
 
 
 def _after(stack: Stack):
     @torch.compiler.disable
     def after_stack(module: torch.nn.Module, args: tuple, output: Any) -> Any:
-        region = leave_stack(module)
+        region = end_stack(module)
         if region is None or output is None:
             return None
         if len(region.attended) < stack.layers:
@@ -210,7 +212,7 @@ def _before_pooler(pooler: torch.nn.Module, args: tuple) -> tuple | None:
     hidden = args[0] if args else None
     if hidden is None or hidden.dim() != 3 or hidden.size(1) != region.layout.local_len:
         raise BatchError(
-            f"{type(pooler).__name__} inside of the shared part got {batches.kind(hidden)} instead of hidden states: it would pool "
+            f"{type(pooler).__name__} inside of the shared part got {batches.describe(hidden)} instead of hidden states: it would pool "
             "a token of this rank's shard. Build the model with add_pooling_layer=False, and pool what it returns."
         )
     return (region.gather(hidden), *args[1:])

@@ -64,7 +64,7 @@ class DeferredMask:
 
     def bind(self, region: Region) -> MaskDescriptor:
         """The descriptor for a region that holds the same tokens."""
-        return describe(
+        return make_descriptor(
             self.arguments["mask_function"], region, self.arguments["q_length"], self.arguments["kv_length"]
         )
 
@@ -94,7 +94,7 @@ def map_deferred(value: Any, change: Callable[[DeferredMask], Any]) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
+def materialise(value: Any) -> Any:
     """Arguments of a decoder that runs whole, with its deferred masks made."""
     return map_deferred(value, lambda mask: mask.make(**mask.arguments))
 
@@ -125,7 +125,7 @@ def cross_mask(mask_function: Callable, region: Region) -> CrossMask:
     return CrossMask(None if seen is None or bool(seen.all()) else seen[:, None, None, :])
 
 
-def describe(mask_function: Callable, region: Region, queries: int, keys: int) -> MaskDescriptor:
+def make_descriptor(mask_function: Callable, region: Region, queries: int, keys: int) -> MaskDescriptor:
     """The descriptor of a layer's mask over so many local queries and keys.
 
     Raises:
@@ -139,8 +139,8 @@ def describe(mask_function: Callable, region: Region, queries: int, keys: int) -
     call = LayerCall(region)
     if region.early_mask is not None:
         return MaskDescriptor(call, *region.early_mask)
-    if region.whole_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
-        return MaskDescriptor(call, EVERYTHING, (DenseMask(region.whole_mask),))
+    if region.dense_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
+        return MaskDescriptor(call, EVERYTHING, (DenseMask(region.dense_mask),))
     return MaskDescriptor(call, *read(mask_function, region))
 
 

@@ -18,10 +18,10 @@ from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.models import families
 from ds_cp.region import Region
 
-SHORTEST = 4096
+MIN_PROMPT_TOKENS = 4096
 """Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""
 
-CACHES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values")
 """What stacks and their outputs call a cache; which one depends on transformers' version."""
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -92,7 +92,7 @@ class NoCache:
         return self.layers[index]
 
 
-def caches(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+def returns_cache(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Whether one process would return a cache from this call of a decoder."""
     if not getattr(module.config, "is_decoder", True):
         return False
@@ -106,15 +106,17 @@ def with_no_cache(output: Any) -> Any:
     """A decoder's output with a stand-in where one process returns its cache: second in a tuple."""
     if isinstance(output, tuple):
         return (output[0], NoCache(), *output[1:])
-    name = next((each.name for each in (fields(output) if is_dataclass(output) else ()) if each.name in CACHES), None)
+    name = next(
+        (each.name for each in (fields(output) if is_dataclass(output) else ()) if each.name in CACHE_NAMES), None
+    )
     return output if name is None or output.get(name) is not None else replace(output, **{name: NoCache()})
 
 
-def argument_of(stack: torch.nn.Module) -> str | None:
+def cache_argument(stack: torch.nn.Module) -> str | None:
     """What a stack calls the cache that its layers fill; None where one of them would not, so that prompts run whole."""
     if any(_keeps_its_keys(type(part)) for part in stack.modules()):
         return None
-    return next((name for name in CACHES if name in inspect.signature(stack.forward).parameters), None)
+    return next((name for name in CACHE_NAMES if name in inspect.signature(stack.forward).parameters), None)
 
 
 def _keeps_its_keys(kind: type) -> bool:
@@ -122,13 +124,13 @@ def _keeps_its_keys(kind: type) -> bool:
     return found is not None and (found.of, found.method, found.fills_cache) == ("attention", "forward", False)
 
 
-def empty_cache(module: torch.nn.Module, arguments: Mapping[str, Any]) -> DynamicCache | None:
+def cache_to_fill(module: torch.nn.Module, arguments: Mapping[str, Any]) -> DynamicCache | None:
     """The cache to fill, where a call with a cache is a prefill that can be shared; None where it runs whole."""
     mask = batches.mask_of(arguments)
     cache = batches.cache_of(arguments)
     if torch.is_grad_enabled() or any(arguments.get(name) is not None for name in batches.SECOND):
         return None
-    if batches.shape_of(arguments)[1] < SHORTEST or not (
+    if batches.shape_of(arguments)[1] < MIN_PROMPT_TOKENS or not (
         mask is None or isinstance(mask, torch.Tensor) and mask.dim() == 2
     ):
         return None

@@ -9,7 +9,7 @@ import torch
 from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import masks
-from ds_cp.patches.transformers.batch import ENCODER, FLASH_FACTS, OF_THE_HEAD, SECOND
+from ds_cp.patches.transformers.batch import ENCODER, OF_THE_HEAD, PACKING_ARGUMENTS, SECOND
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.region import Region
 
@@ -28,7 +28,7 @@ def local_arguments(region: Region, arguments: Mapping[str, Any], shape: tuple[i
     positions = arguments.get("position_ids")
     region.last_position = torch.tensor(seq_len - 1) if positions is None else positions.max()
     for name, value in arguments.items():
-        if name in FLASH_FACTS or name in OF_THE_HEAD:
+        if name in PACKING_ARGUMENTS or name in OF_THE_HEAD:
             continue
         value = masks.map_deferred(value, lambda mask: mask.bind(region))
         if name == "position_ids" and value is not None:
@@ -44,8 +44,8 @@ def local_arguments(region: Region, arguments: Mapping[str, Any], shape: tuple[i
         everyone = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
         local["position_ids"] = region.shard(everyone)
     mask = local.get("attention_mask")
-    if type(mask) is dict and region.whole_mask is not None:
-        mask = {name: masks.describe(None, region, seq_len, seq_len) for name in mask}
+    if type(mask) is dict and region.dense_mask is not None:
+        mask = {name: masks.make_descriptor(None, region, seq_len, seq_len) for name in mask}
     if isinstance(mask, MaskDescriptor):
         region.early_mask = mask.rule, mask.terms  # the decoder asks for masks of its own, and gets this one
     if type(mask) is not dict:
@@ -79,7 +79,7 @@ def _encoder_mask(region: Region, arguments: Mapping[str, Any]) -> dict[str, Any
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
     if tuple(mask.shape) != tuple(states.shape[:2]):
         raise BatchError(
-            f"encoder_attention_mask is {batches.kind(mask)} for {states.shape[0]} x {states.shape[1]} encoder tokens; ds_cp takes the "
+            f"encoder_attention_mask is {batches.describe(mask)} for {states.shape[0]} x {states.shape[1]} encoder tokens; ds_cp takes the "
             "2-D mask of their padding."
         )
     region.encoder_mask = mask.to(device=states.device, dtype=torch.bool)

@@ -73,10 +73,10 @@ def stack_config(head: PreTrainedModel, stack: torch.nn.Module) -> Any:
     return head.config.get_text_config(decoder=True)
 
 
-def facts(model: PreTrainedModel, configs: list[Any]) -> ModelFacts:
+def model_facts(model: PreTrainedModel, configs: list[Any]) -> ModelFacts:
     """What the planner needs of a model, from the configs of its stacks."""
     per_layer = [layer for config in configs for layer in layer_configs(config)]
-    pairs = dict.fromkeys(pair for config in per_layer for pair in heads(config))
+    pairs = dict.fromkeys(pair for config in per_layer for pair in head_counts(config))
     dims = {dim for config in per_layer for dim in head_dims(config)}
     return ModelFacts(type(model).__name__, tuple(pairs), tuple(sorted(dims)))
 
@@ -86,7 +86,7 @@ def layer_configs(config: Any) -> list[Any]:
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
-def heads(config: Any) -> list[tuple[int, int]]:
+def head_counts(config: Any) -> list[tuple[int, int]]:
     """Query and key/value heads as they reach the attention: falcon repeats its own, but for multi-query."""
     sides = [getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")]
     if any(sides):
@@ -117,7 +117,7 @@ def attention_layers(config: Any, decoder: bool = True) -> int:
     return count - len(getattr(config, "cross_attention_layers", None) or ())  # mllama's, which only images use
 
 
-def mixers(stack: torch.nn.Module, config: Any, decoder: bool = True) -> int:
+def count_token_mixers(stack: torch.nn.Module, config: Any, decoder: bool = True) -> int:
     """How many calls of a forward mix tokens: all of them must come through ds_cp."""
     return layers.mixers(stack) if layers.recurrent(stack) else attention_layers(config, decoder)
 

@@ -44,7 +44,7 @@ SPARSE_KEYS = ("index_topk", "index_topk_blocks")
 """How configs spell the number of keys, or blocks of keys, that an indexer chooses per query."""
 
 
-def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -> ModelFacts:
+def check_model(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -> ModelFacts:
     """The facts that the planner needs, after every check that needs no batch.
 
     Raises:
@@ -63,7 +63,7 @@ def examine(model: PreTrainedModel, decoder: torch.nn.Module, unverified: str) -
         name = type(model).__name__
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{name} cannot be shared exactly:\n{listed}\nNothing was started.")
-    return structure.facts(model, [config for _, config in stacks])
+    return structure.model_facts(model, [config for _, config in stacks])
 
 
 def refuse_call(decoder: torch.nn.Module, arguments: Mapping[str, Any], call: TaskHeadCall) -> None:
@@ -143,7 +143,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
     if (
         not recurrent
         and not alone
-        and not (layers.attends(decoder) and any(map(structure.heads, structure.layer_configs(config))))
+        and not (layers.attends(decoder) and any(map(structure.head_counts, structure.layer_configs(config))))
     ):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):

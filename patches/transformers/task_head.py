@@ -9,7 +9,7 @@ import torch
 
 from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers.ambient import enter_task_head, leave_task_head
+from ds_cp.patches.transformers.ambient import begin_task_head, end_task_head
 from ds_cp.patches.transformers.losses import causal_lm, label_smoothing
 from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 from ds_cp.patches.transformers.losses.local_logits import LocalLogits
@@ -35,9 +35,9 @@ def hook(head: torch.nn.Module, vocab: int) -> list[Any]:
 def _before_head(vocab: int, signature: inspect.Signature):
     @torch.compiler.disable
     def before_head(head: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        arguments = batches.named(signature, args, kwargs)
+        arguments = batches.arguments_by_name(signature, args, kwargs)
         if not any(isinstance(arguments.get(name), torch.Tensor) for name in ("input_ids", "inputs_embeds")):
-            enter_task_head(
+            begin_task_head(
                 head, TaskHeadCall()
             )  # another function runs in its place (TRL redirects forwards): no known loss
             return
@@ -49,7 +49,7 @@ def _before_head(vocab: int, signature: inspect.Signature):
         call.batch_facts, call.input_ids = batches.facts(arguments), arguments.get("input_ids")
         if not (call.loss_outside or label_smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
             call.limit = LOGITS_LIMIT
-        enter_task_head(head, call)
+        begin_task_head(head, call)
         generating = arguments.get("use_cache") or batches.cache_of(arguments) is not None
         if everything and not call.keeps_local and not generating and "logits_to_keep" in signature.parameters:
             _refuse_huge_logits(vocab, *batches.shape_of(arguments))
@@ -94,7 +94,7 @@ def _refuse_huge_logits(vocab: int, batch: int, seq_len: int) -> None:
 
 @torch.compiler.disable
 def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
-    call = leave_task_head(head)
+    call = end_task_head(head)
     if call is None or call.region is None or output is None:
         return None
     if not call.consumed and not call.loss_outside:

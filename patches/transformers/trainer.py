@@ -57,7 +57,7 @@ def _install_trainer() -> None:
 def _config_process(original: Callable) -> Callable:
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
-        size = data_parallel.cp_size(self.config)
+        size = data_parallel.cp_size_of_config(self.config)
         _install_trainer()
         rollouts.install_for(args, size)
         return original(self, arguments_view(args, size), *rest, **kwargs)
@@ -144,7 +144,7 @@ def _gathering(original: Callable) -> Callable:
     def evaluation_loop(self, *args, **kwargs):
         size, gather = _size(self), self.gather_function
         if size > 1 and getattr(gather, "__func__", None) is type(self.accelerator).gather:
-            self.gather_function = lambda data: accelerate.first_of_each(gather(data), size)
+            self.gather_function = lambda data: accelerate.first_of_each_group(gather(data), size)
         return original(self, *args, **kwargs)
 
     return evaluation_loop

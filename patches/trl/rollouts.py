@@ -90,7 +90,7 @@ def _gather(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather(tensor):
         size = accelerate.cp_size_of_accelerator()
-        return original(tensor) if size == 1 else accelerate.first_of_each(original(tensor), size)
+        return original(tensor) if size == 1 else accelerate.first_of_each_group(original(tensor), size)
 
     return gather
 

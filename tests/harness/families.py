@@ -163,7 +163,7 @@ def refused_at_start(model_type):
     except Exception:  # transformers itself cannot build it
         return None
     try:
-        support.examine(model, structure.find_decoder(model), "allow")
+        support.check_model(model, structure.find_decoder(model), "allow")
     except ConfigError as error:
         return Outcome(model_type, "refused", _reason(error))
     return None

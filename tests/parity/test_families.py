@@ -148,4 +148,4 @@ def test_start_up_lets_an_exact_type_through_with_the_type_of_its_decoder(model_
     with torch.device("meta"):
         model = causal_lm(tiny_config(model_type))
     assert TABLE[model_type][0] == "exact"
-    support.examine(model, structure.find_decoder(model), "refuse")
+    support.check_model(model, structure.find_decoder(model), "refuse")

@@ -107,7 +107,7 @@ def generated(name, config):
         import ds_cp
         from ds_cp.patches.transformers import prefill
 
-        prefill.SHORTEST = 30
+        prefill.MIN_PROMPT_TOKENS = 30
         ds_cp.context_parallel(model, config)
     given = {n: v.float() if v.is_floating_point() else v for n, v in vision.batch(name).items() if n != "labels"}
     settings = dict(

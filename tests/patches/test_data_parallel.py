@@ -22,17 +22,17 @@ def test_numbers_of_ranks_become_numbers_of_groups_and_nothing_else_changes():
 def test_the_size_is_that_of_this_key_in_this_world(monkeypatch, world, value, size):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     ds_config = {"context_parallel": value}
-    assert [data_parallel.cp_size(ds_config) for _ in range(2)] == [size, size]
-    assert data_parallel.cp_size({}) == 1
+    assert [data_parallel.cp_size_of_config(ds_config) for _ in range(2)] == [size, size]
+    assert data_parallel.cp_size_of_config({}) == 1
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, 3, "1"])
 def test_a_wrong_size_raises_each_time_also_beside_a_right_one_that_is_equal_to_it(monkeypatch, wrong):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert data_parallel.cp_size({"context_parallel": {"size": 1}}) == 1
+    assert data_parallel.cp_size_of_config({"context_parallel": {"size": 1}}) == 1
     for _ in range(2):
         with pytest.raises(ConfigError):
-            data_parallel.cp_size({"context_parallel": {"size": wrong}})
+            data_parallel.cp_size_of_config({"context_parallel": {"size": wrong}})
 
 
 def test_rank_and_count_by_groups_before_there_is_a_process_group(monkeypatch):

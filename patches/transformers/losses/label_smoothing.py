@@ -88,7 +88,7 @@ def _smoothed(original: Callable) -> Callable:
         if not isinstance(logits, LocalLogits):
             return original(self, model_output, labels, shift_labels, num_items_in_batch)
         targets = shift_left(labels, self.ignore_index) if shift_labels else labels
-        bounds.refuse([bounds.of_labels(targets, logits.for_loss().shape[-1], self.ignore_index)])
+        bounds.refuse_out_of_range([bounds.label_lookup(targets, logits.for_loss().shape[-1], self.ignore_index)])
         return causal_lm.causal_lm_loss(
             logits.for_loss(), targets, logits.region, num_items_in_batch, self.ignore_index, self.epsilon
         )

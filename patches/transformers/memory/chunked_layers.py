@@ -22,7 +22,7 @@ from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.chunked.layer import LayerChunk, run_layer_in_chunks
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers import prefill
-from ds_cp.patches.transformers.batch import kind
+from ds_cp.patches.transformers.batch import describe
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
 from ds_cp.patches.transformers.memory import offload
 from ds_cp.patches.transformers.memory.leaf_modules import bind
@@ -33,7 +33,7 @@ from ds_cp.region import LayerCall
 TOKEN_DIM = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1, "attention_scaling": -2}
 """Where the tokens are in what a layer gets beside its hidden states [B, L, H]."""
 
-CACHES = (*prefill.CACHES, "layer_past")
+CACHES = (*prefill.CACHE_NAMES, "layer_past")
 UNKNOWN = (
     f'and "{KEY}.offload_kv" does not know which part of it belongs to which token: each tile would get all of it. Take the '
     "key out for this model."
@@ -148,7 +148,7 @@ def _cutter(layer: torch.nn.Module, name: str, value: Any, length: int) -> Calla
             return lambda tokens: value[(slice(None),) * dim + (tokens,)]
     if value is None or isinstance(value, (bool, int, float, str, MaskDescriptor)):
         return lambda tokens: value
-    raise BatchError(f"{type(layer).__name__} gets {name}, {kind(value)}, {UNKNOWN}")
+    raise BatchError(f"{type(layer).__name__} gets {name}, {describe(value)}, {UNKNOWN}")
 
 
 def _refuse_watchers(layer: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 
 from ds_cp.attention.saved_attention import SavedAttention
-from ds_cp.patches.transformers.ambient import current_region, recomputing_in
+from ds_cp.patches.transformers.ambient import current_region, running_layer
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
 from ds_cp.patches.transformers.memory import offload
 from ds_cp.region import Region
@@ -83,10 +83,10 @@ def _checkpoint(checkpoint: Callable, make: Callable, layer: Callable, *args: An
 
 def _run(saved: SavedAttention | None, region: Region, layer: Callable, *args: Any, **kwargs: Any) -> Any:
     if saved is None:
-        with recomputing_in(layer, region):
+        with running_layer(layer, region):
             return layer(*args, **kwargs)
     run, args, kwargs = _with_saved(saved, layer, args, kwargs)
-    with saved.run(), recomputing_in(layer, region):
+    with saved.run(), running_layer(layer, region):
         return run(*args, **kwargs)
 
 

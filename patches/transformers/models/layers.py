@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ds_cp.patches.transformers.attention import ACROSS_LAYERS
+from ds_cp.patches.transformers.attention import DEPTH_ATTENTION
 from ds_cp.patches.transformers.models import families
 from ds_cp.patches.transformers.models.code import names_in
 from ds_cp.patches.transformers.models.recurrent import is_shared
@@ -112,7 +112,7 @@ def _own_modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 
 def _is_attention(module: torch.nn.Module) -> bool:
     name = type(module).__name__
-    return ATTENTION.search(name) is not None and name not in ACROSS_LAYERS
+    return ATTENTION.search(name) is not None and name not in DEPTH_ATTENTION
 
 
 def _is_recurrent(module: torch.nn.Module) -> bool:
@@ -127,7 +127,7 @@ def _attends_itself(module: torch.nn.Module) -> bool:
     if (known := _role(module)) is not None:
         return known == "attention"
     kind = type(module)
-    if kind.__name__ in ACROSS_LAYERS or isinstance(module, PreTrainedModel):
+    if kind.__name__ in DEPTH_ATTENTION or isinstance(module, PreTrainedModel):
         return False
     return "ALL_ATTENTION_FUNCTIONS" in names_in(kind)
 

@@ -40,7 +40,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
         signature = inspect.signature(decoder.forward)
 
         def remember(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            calls.append(batches.named(signature, args, kwargs))
+            calls.append(batches.arguments_by_name(signature, args, kwargs))
 
         def forget(*_: Any) -> None:
             calls.pop()
@@ -124,7 +124,7 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
             return None
         ids, embeds = calls[-1].get("input_ids"), calls[-1].get("inputs_embeds")
         whole = _counted(calls[-1], by_mask=False) if first == "position_ids" else ids
-        arguments = batches.named(signature, args, kwargs)
+        arguments = batches.arguments_by_name(signature, args, kwargs)
         return (), arguments | {first: embeds[..., -1] if whole is None else whole}
 
     def cut(_: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:

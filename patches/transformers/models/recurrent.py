@@ -18,7 +18,7 @@ import torch
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers.ambient import current_region
-from ds_cp.patches.transformers.batch import FLASH_FACTS
+from ds_cp.patches.transformers.batch import PACKING_ARGUMENTS
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.code import names_in
 from ds_cp.region import Region
@@ -71,7 +71,7 @@ WHOLE: dict[str, int] = {
 """Layers that mix tokens in the midst of their forward, by class: how many of their results are per token."""
 
 
-FACTS = frozenset({*FLASH_FACTS, "cu_seqlens", "position_ids", "cache_position", "position_embeddings"})
+FACTS = frozenset({*PACKING_ARGUMENTS, "cu_seqlens", "position_ids", "cache_position", "position_embeddings"})
 """Arguments that tell these functions of this rank's tokens what the region knows of all."""
 
 

@@ -38,7 +38,7 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
 
     def spell_out(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What the model would make of lengths and ids, as a mask."""
-        arguments = batches.named(signature, args, kwargs)
+        arguments = batches.arguments_by_name(signature, args, kwargs)
         mask, lengths, ids = (arguments.get(name) for name in ("attention_mask", "lengths", "input_ids"))
         if mask is None:
             tokens = ids if ids is not None else arguments["inputs_embeds"][..., 0]

@@ -33,7 +33,7 @@ def generated(name, config, kind):
         import ds_cp
         from ds_cp.patches.transformers import prefill
 
-        prefill.SHORTEST = 30
+        prefill.MIN_PROMPT_TOKENS = 30
         ds_cp.context_parallel(model, config)
     inputs = subject.inputs_without_labels(batches.make(BatchSpec(kind, 2, 37)))
     settings = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
@@ -97,7 +97,7 @@ def cache_of_a_bare_decoder(config):
         import ds_cp
         from ds_cp.patches.transformers import prefill
 
-        prefill.SHORTEST = 30
+        prefill.MIN_PROMPT_TOKENS = 30
         ds_cp.context_parallel(model, config)
     with torch.no_grad(), models.TransformersInDouble():
         out = model.model(**subject.inputs_without_labels(batches.make(BatchSpec("dense", 2, 37))), use_cache=True)

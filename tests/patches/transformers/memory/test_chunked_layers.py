@@ -200,7 +200,7 @@ def test_a_long_prompt_fills_the_cache(workers):
     def generated(config):
         from ds_cp.patches.transformers import prefill
 
-        prefill.SHORTEST = 30
+        prefill.MIN_PROMPT_TOKENS = 30
         model = subject.changed_model(ModelSpec("llama"), config).eval()
         ids = batches.make(BatchSpec("dense", 2, 37)).inputs["input_ids"]
         return model.generate(ids, max_new_tokens=4, do_sample=False)
