@@ -86,7 +86,7 @@ def _data_parallel(source: Any) -> tuple[int, int]:
         return mesh.dp_size, mesh.dp_rank
     from ds_cp.patches import data_parallel
 
-    data_parallel.refuse_unread(source)
+    data_parallel.refuse_unread_key(source)
     size = data_parallel.cp_size_of_config(source)
     return data_parallel.dp_size(size), data_parallel.dp_rank(size)
 
@@ -99,5 +99,5 @@ def _mesh(model: "torch.nn.Module | None") -> Any:
 
         state = attachment(model)
         return state.mesh if state else None
-    known = meshes.known()
+    known = meshes.built_meshes()
     return known[-1] if known else None

@@ -70,7 +70,7 @@ def agree_on_plan(plan: Plan | str, timeout: float) -> None:
         GroupError: a rank did not come in time.
     """
     facts = {} if isinstance(plan, str) else {name: value for name, value in vars(plan).items() if name != "reasons"}
-    told = mesh.of_all_ranks(json.dumps([plan if isinstance(plan, str) else None, facts]), timeout)
+    told = mesh.gather_through_store(json.dumps([plan if isinstance(plan, str) else None, facts]), timeout)
     records = [json.loads(record) for record in told]
     problems = [problem for problem, _ in records]
     if any(problems):

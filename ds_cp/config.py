@@ -102,7 +102,7 @@ def load(ds_config: Any) -> Mapping[str, Any]:
     return {}
 
 
-def unread(config: Mapping[str, Any], read_here: tuple[str, ...] = (KEY,)) -> str | None:
+def unread_key(config: Mapping[str, Any], read_here: tuple[str, ...] = (KEY,)) -> str | None:
     """Where a config names the key so that nobody reads it: misspelt, or inside another object. Libraries pass over
     names that they do not know, so the run would share nothing and say nothing.
 
@@ -118,25 +118,25 @@ def unread(config: Mapping[str, Any], read_here: tuple[str, ...] = (KEY,)) -> st
             continue
         if _resembles_the_key(str(name)):
             return str(name)
-        if isinstance(value, Mapping) and (inner := unread(value, read_here=())):
+        if isinstance(value, Mapping) and (inner := unread_key(value, read_here=())):
             return f"{name}.{inner}"
     return None
 
 
-def refuse_unread(config: Mapping[str, Any]) -> None:
+def refuse_unread_key(config: Mapping[str, Any]) -> None:
     """Raise where a DeepSpeed config asks for sharing under a name or at a place that nobody reads.
 
     Raises:
         ConfigError: names what was found, and where the key belongs.
     """
-    if found := unread(config):
+    if found := unread_key(config):
         raise ConfigError(
             f'"{found}" in the DeepSpeed config is read by nobody, so no sequence would be shared, without a word. The key is '
             f'"{KEY}", at the top of the config, as in {{"{KEY}": {{"size": 8}}}}. Nothing was started.'
         )
 
 
-def required(path: os.PathLike) -> Any:
+def required_value(path: os.PathLike) -> Any:
     """The raw value of the key in a DeepSpeed JSON that must have it.
 
     Raises:
@@ -146,13 +146,13 @@ def required(path: os.PathLike) -> Any:
         ds_config = load(path)
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
-    refuse_unread(ds_config)
+    refuse_unread_key(ds_config)
     if KEY not in ds_config:
         raise ConfigError(f'{path} has no "{KEY}": a run with it shares no sequence.')
     return ds_config[KEY]
 
 
-def find(ds_config: Any) -> Any | None:
+def raw_value(ds_config: Any) -> Any | None:
     """The raw value of the key in a DeepSpeed config, in any of its forms; None when absent."""
     return load(ds_config).get(KEY)
 

@@ -59,7 +59,7 @@ class Group:
         self.calls[phase] += 1
         self.sent[phase] += sum(tensor.nbytes for tensor in tensors)
 
-    def swap(
+    def isend_irecv(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], what: str
     ) -> "Pending":
         """Start point-to-point messages; both sides must list the same messages in the same order.
@@ -216,7 +216,7 @@ _meshes: dict[tuple, Mesh] = {}
 _agreements = itertools.count()
 
 
-def of_all_ranks(value: str, timeout: float) -> list[str]:
+def gather_through_store(value: str, timeout: float) -> list[str]:
     """A short text of every rank of the world, before there is any group: through the store that ranks met in.
 
     No collective is used: a rank that does not come would leave the others in one that nobody can name.
@@ -324,6 +324,6 @@ def release() -> None:
     _meshes.clear()
 
 
-def known() -> tuple[Mesh, ...]:
+def built_meshes() -> tuple[Mesh, ...]:
     """Every mesh that this process has built."""
     return tuple(_meshes.values())

@@ -68,7 +68,7 @@ class Plan:
         )
 
     @property
-    def ahead(self) -> int:
+    def prefetch_steps(self) -> int:
         """How many steps' rows may be under way at once on the ring axis."""
         return max(1, self.ring - 1) if self.method == "allgather" else 1
 

@@ -218,9 +218,9 @@ class Region:
     def _exchange(self, steps: tuple[Step, ...], compressed_keys: torch.Tensor | None, phase: str) -> Exchange:
         self.mesh.attention_calls[phase] += 1
         if compressed_keys is None:
-            return PeerExchange(self.mesh.ring_group, steps, self.plan.ahead, phase)
+            return PeerExchange(self.mesh.ring_group, steps, self.plan.prefetch_steps, phase)
         return CompressedKVExchange(
-            PeerExchange(self.mesh.ring_group, steps[:-1], self.plan.ahead, phase), steps, compressed_keys
+            PeerExchange(self.mesh.ring_group, steps[:-1], self.plan.prefetch_steps, phase), steps, compressed_keys
         )
 
 

@@ -15,7 +15,7 @@ class ForkedRng:
     def __init__(self, rank: int):
         self._saved = state()
         seed = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in self._saved), digest_size=7)
-        self.outside = int.from_bytes(seed.digest(), "little")
+        self.outer_seed = int.from_bytes(seed.digest(), "little")
         seed.update(rank.to_bytes(4, "little"))
         self._seed = int.from_bytes(seed.digest(), "little")
         torch.manual_seed(self._seed)
@@ -31,7 +31,7 @@ class ForkedRng:
             for device in {"cpu", get_accelerator().current_device_name()}:
                 torch.rand(1, device=device)
 
-    def give_up(self) -> None:
+    def close_interrupted(self) -> None:
         """The region was interrupted, and nobody closed it: go back, unless somebody has seeded anew since."""
         if torch.initial_seed() == self._seed:
             self.close(drawn=True)  # ranks were interrupted at different points

@@ -55,7 +55,7 @@ def watch_config() -> None:
         @functools.wraps(original)
         def __init__(self, config_file_or_dict):
             original(self, config_file_or_dict)
-            data_parallel.refuse_unread(self.config)
+            data_parallel.refuse_unread_key(self.config)
             requested = data_parallel.active_config(self.config)
             if key.KEY in self.config and not patches.disabled():
                 key.normalise(self.config, data_parallel.world_size())
@@ -80,7 +80,7 @@ def watch_launcher() -> None:
         @functools.wraps(original)
         def __post_init__(self):
             original(self)
-            found = key.unread(self.deepspeed_config, read_here=())
+            found = key.unread_key(self.deepspeed_config, read_here=())
             if found and not patches.disabled():
                 raise key.ConfigError(
                     f'"{found}" under deepspeed_config in accelerate\'s own config is not handed on to the processes, so no '

@@ -34,7 +34,7 @@ def active_config(ds_config: Any) -> key.ContextParallelConfig | None:
     Raises:
         ConfigError: a wrong key, or a size that does not divide the world.
     """
-    value = key.find(ds_config)
+    value = key.raw_value(ds_config)
     if value is None or patches.disabled():
         return None
     requested = repr(value), world_size()
@@ -44,15 +44,15 @@ def active_config(ds_config: Any) -> key.ContextParallelConfig | None:
     return None if found is None or found.size == 1 else found
 
 
-def refuse_unread(ds_config: Any) -> None:
+def refuse_unread_key(ds_config: Any) -> None:
     """Raise where a DeepSpeed config, in any form, names the key so that nobody reads it.
 
     Raises:
-        ConfigError: see :func:`ds_cp.config.refuse_unread`.
+        ConfigError: see :func:`ds_cp.config.refuse_unread_key`.
     """
     config = key.load(ds_config)
-    if key.unread(config) and not patches.disabled():
-        key.refuse_unread(config)
+    if key.unread_key(config) and not patches.disabled():
+        key.refuse_unread_key(config)
 
 
 def cp_size_of_config(ds_config: Any) -> int:

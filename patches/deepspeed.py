@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp import config as key
 from ds_cp import patches
 from ds_cp.patches import data_parallel
-from ds_cp.patches.data_parallel import active_config, refuse_unread, world_size
+from ds_cp.patches.data_parallel import active_config, refuse_unread_key, world_size
 
 
 class DataParallelMpu:
@@ -37,7 +37,7 @@ def watch_config() -> None:
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def __init__(self, config, mpu=None, mesh_device=None):
-            refuse_unread(config)
+            refuse_unread_key(config)
             requested = active_config(config)
             if requested is None:
                 return original(self, config, mpu, mesh_device=mesh_device)

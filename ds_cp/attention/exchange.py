@@ -44,7 +44,7 @@ class RotatingBuffers:
     """Memory that the rows of a pass's steps use in turn, so that a pass allocates as often as steps are in use at a time.
 
     A step's memory is lent again ``turns`` steps later. On CUDA whoever writes to it then must stand behind its last
-    reader in the current stream's order, as every :meth:`Group.swap` does, which starts behind what is queued. It goes with
+    reader in the current stream's order, as every :meth:`Group.isend_irecv` does, which starts behind what is queued. It goes with
     the pass: nothing lives on that the rest of a layer could use better, and an exception leaves nothing that could be lent
     twice.
     """
@@ -97,7 +97,7 @@ class PeerExchange:
         buffer = self._home.rows(grad_rows, (count(step.target_rows), *grad_rows.shape[1:]), grad_rows.dtype)
         sends = [(step.source, grad_rows)] if len(grad_rows) else []
         receives = [(step.target, buffer)] if len(buffer) else []
-        pending = self.group.swap(sends, receives, f"{self.phase} gradients from rank {step.target} of the ring")
+        pending = self.group.isend_irecv(sends, receives, f"{self.phase} gradients from rank {step.target} of the ring")
         self._returning = (pending, buffer, step.target_rows)
 
     def finish(self, own_gradients: Pair) -> None:
@@ -116,7 +116,7 @@ class PeerExchange:
         buffer = self._arriving.rows(rows, (count(step.rows), *rows.shape[1:]), rows.dtype)
         sends = [(step.target, select(rows, step.target_rows))] if step.target_rows else []
         receives = [(step.source, buffer)] if step.rows else []
-        pending = self.group.swap(sends, receives, f"{self.phase} rows from rank {step.source} of the ring")
+        pending = self.group.isend_irecv(sends, receives, f"{self.phase} rows from rank {step.source} of the ring")
         return pending, buffer
 
 

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp.attention.exchange import Pair, as_heads, as_rows
 from ds_cp.attention.ulysses import HeadSharding, Tensors
 from ds_cp.layout import Run, slice_runs
-from ds_cp.mask.schedule import Step, Tile, count, cut
+from ds_cp.mask.schedule import Step, Tile, count, intersect
 from ds_cp.mesh import Group
 
 
@@ -152,7 +152,7 @@ class HostKV:
         """Start to bring the rows of a block."""
         return self._rows.fetch(start, start + count(step.rows))
 
-    def nothing(self) -> Pair:
+    def empty_kv(self) -> Pair:
         """K and V of no rows: a span's attention is given none; they ask for a gradient, so that its backward runs."""
         return tuple(x.detach().requires_grad_() for x in (self._key, self._value))
 
@@ -190,7 +190,7 @@ class HostKV:
 
     def _swap(self, what: str, parcel: tuple[int, torch.Tensor], buffer: tuple[int, torch.Tensor]) -> None:
         sends, receives = ([each] if len(each[1]) else [] for each in (parcel, buffer))
-        self.ring_group.swap(
+        self.ring_group.isend_irecv(
             sends, receives, f"{what} in blocks, with ranks {parcel[0]} and {buffer[0]} of the ring"
         ).wait()
 
@@ -217,7 +217,7 @@ def _meetings(tile: Tile, queries: Sequence[Run], keys: Run) -> Iterator[Tile]:
     """The part of a tile in which some runs of queries meet a run of keys, counted through the runs."""
     before = 0
     for run in queries:
-        for piece in cut(tile, run, keys):
+        for piece in intersect(tile, run, keys):
             yield piece._replace(q_start=piece.q_start + before, q_stop=piece.q_stop + before)
         before += run[1] - run[0]
 

@@ -11,10 +11,10 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
-TILE_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 """Of one tile's logits in fp32, on a CPU; a few such buffers live at a time."""
 
-ON_DEVICE = 8
+DEVICE_FACTOR = 8
 """How much larger tiles are elsewhere: a GPU wants some hundred rows even of a large vocabulary. Not measured."""
 
 FP16_BOOST = 1024.0
@@ -62,8 +62,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.boost = FP16_BOOST if dtype == torch.float16 else 1.0
         total = torch.zeros((), dtype=precise, device=hidden.device)
-        tile_bytes = TILE_BYTES * (1 if device == "cpu" else ON_DEVICE)
-        rows = max(1, tile_bytes // (weight.size(0) * precise.itemsize))
+        chunk_bytes = CHUNK_BYTES * (1 if device == "cpu" else DEVICE_FACTOR)
+        rows = max(1, chunk_bytes // (weight.size(0) * precise.itemsize))
         with torch.autocast(device, enabled=False):
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, hidden.size(0), rows):

@@ -70,7 +70,7 @@ class LayerChunk:
                 'a layer attends twice, which "context_parallel.offload_kv" cannot run in tiles: the second attention would '
                 "see the keys of the first. Take the key out."
             )
-        self.nothing, exchange = self.host_kv.nothing(), self.host_kv.exchange(self.tokens)
+        self.nothing, exchange = self.host_kv.empty_kv(), self.host_kv.exchange(self.tokens)
         heads = QueryHeadsOnly(self.host_kv.heads)
         return attend(query, *self.nothing, lambda phase: exchange, kernel, score, positions, heads, saved)
 

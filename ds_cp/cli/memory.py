@@ -163,7 +163,7 @@ def _loss(job: Job, tokens: int, weights_of_head: int) -> float:
     hidden = 2 * tokens * job.config.hidden_size * item
     if not job.plan.tiled_loss:
         return hidden + tokens * vocab * (2 * item + 2 * 4)  # logits in both precisions, and their gradients
-    tile = min(tokens * vocab * 4, chunked_loss.TILE_BYTES * chunked_loss.ON_DEVICE)
+    tile = min(tokens * vocab * 4, chunked_loss.CHUNK_BYTES * chunked_loss.DEVICE_FACTOR)
     return hidden + weights_of_head * 4 + 3 * tile
 
 

@@ -37,7 +37,7 @@ def plan(
     if dtype_bytes not in (2, 4):
         raise typer.BadParameter("2 or 4", param_hint="--dtype-bytes")
     try:
-        checked = key.normalise({key.KEY: key.required(config)}, world)
+        checked = key.normalise({key.KEY: key.required_value(config)}, world)
         assert checked is not None
         ds_config = key.load(str(config))
         zero = _zero(ds_config)

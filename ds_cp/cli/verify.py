@@ -82,7 +82,7 @@ def verify(
     """
     console = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width of its own
     try:
-        requested = dict(key.required(config)) if config else {}
+        requested = dict(key.required_value(config)) if config else {}
         key.read(requested)
         _look_for(model)
     except (key.ConfigError, OSError, ValueError) as error:

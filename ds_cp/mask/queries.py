@@ -22,9 +22,9 @@ class Queries:
             document anything, which no query sees that looks back only.
     """
 
-    own: torch.Tensor
+    query_index: torch.Tensor
     positions: torch.Tensor
-    keys: torch.Tensor
+    key_index: torch.Tensor
 
     @staticmethod
     def of(documents: Documents, layout: Layout, cp_rank: int, device: torch.device | str) -> tuple["Queries", ...]:

@@ -181,7 +181,7 @@ def blocks(tile: Tile, size: int) -> Iterator[Tile]:
                 yield _inside(tile, *piece)
 
 
-def cut(tile: Tile, q_run: Run, k_run: Run) -> Iterator[Tile]:
+def intersect(tile: Tile, q_run: Run, k_run: Run) -> Iterator[Tile]:
     """The part of a tile in which queries of a run meet keys of a run, counted from the runs' starts; nothing where none
     does."""
     q0, q1 = max(tile.q_start, q_run[0]), min(tile.q_stop, q_run[1])

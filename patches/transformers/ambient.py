@@ -48,7 +48,7 @@ def _entry(owner: object) -> _Running:
     if any(each.owner is owner or (each.thread == thread and each.depth >= depth) for each in _running):
         while _running:
             if (rng := _running.pop().rng) is not None:
-                rng.give_up()
+                rng.close_interrupted()
     return _Running(owner, depth, thread)
 
 
@@ -57,7 +57,7 @@ def begin_stack(owner: object, region: Region | None) -> None:
     top = _entry(owner)
     if region:
         top.region, top.rng = region, ForkedRng(region.mesh.cp_group.rank)
-        region.seed_base = top.rng.outside
+        region.seed_base = top.rng.outer_seed
     _running.append(top)
 
 

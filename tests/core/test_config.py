@@ -10,7 +10,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 import ds_cp
 from ds_cp import patches
-from ds_cp.config import ConfigError, ContextParallelConfig, find, normalise, read, unread
+from ds_cp.config import ConfigError, ContextParallelConfig, normalise, raw_value, read, unread_key
 from ds_cp.patches.deepspeed import refuse_features
 from harness.paths import ROOT
 
@@ -94,9 +94,9 @@ def test_the_key_is_found_in_every_form_that_deepspeed_reads(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text("# hjson allows comments\n" + text)
     for form in (ds_config, text, base64.urlsafe_b64encode(text.encode()).decode(), str(path), path):
-        assert find(form) == {"size": 2}
+        assert raw_value(form) == {"size": 2}
     for form in (None, 3, "no/such/file.json", {}, base64.urlsafe_b64encode(b"nothing").decode()):
-        assert find(form) is None
+        assert raw_value(form) is None
 
 
 UNREAD = {
@@ -138,8 +138,10 @@ def test_names_of_deepspeed_and_values_are_not_taken_for_the_key():
         "data_parallel_size",
         "pipeline_parallelism",
     )
-    assert unread({**{name: {"autotp_size": 1} for name in names}, "context_parallel": {"size": 2}, 3: None}) is None
-    assert unread({"wandb": {"project": "context_parallel"}, "steps": [{"context_parallel": 2}]}) is None
+    assert (
+        unread_key({**{name: {"autotp_size": 1} for name in names}, "context_parallel": {"size": 2}, 3: None}) is None
+    )
+    assert unread_key({"wandb": {"project": "context_parallel"}, "steps": [{"context_parallel": 2}]}) is None
 
 
 EXAMPLES = sorted((ROOT / "example_configs").glob("*.json"))

@@ -9,7 +9,7 @@ def per_token(spec, config, checkpointing, lengths):
     from ds_cp.chunked import cross_entropy
     from ds_cp.cli.bench.probes import PeakStorages
 
-    cross_entropy.TILE_BYTES = 1 << 12  # what layers hold is looked at here
+    cross_entropy.CHUNK_BYTES = 1 << 12  # what layers hold is looked at here
     model = subject.changed_model(spec, config).train()
     if checkpointing:
         subject.enable_checkpointing(model, checkpointing)

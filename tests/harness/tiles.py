@@ -10,8 +10,8 @@ TOKENS_PER_TILE = 5  # so that no tile is alone, and the last one is shorter
 
 @contextmanager
 def small_tiles(tokens=TOKENS_PER_TILE, vocab=VOCAB, bytes_each=4):
-    before, chunked.TILE_BYTES = chunked.TILE_BYTES, tokens * vocab * bytes_each
+    before, chunked.CHUNK_BYTES = chunked.CHUNK_BYTES, tokens * vocab * bytes_each
     try:
         yield
     finally:
-        chunked.TILE_BYTES = before
+        chunked.CHUNK_BYTES = before

@@ -34,7 +34,7 @@ class InProcessGroup(Group):
         super().__init__("in-process", tuple(range(size)), rank, None, timeout)
         self._mailroom, self._sends, self._receives = mailroom, Counter(), Counter()
 
-    def swap(self, sends, receives, what):
+    def isend_irecv(self, sends, receives, what):
         self._count(what, [tensor for _, tensor in sends])
         for peer, tensor in sends:
             self._mailroom.box(self.rank, peer, self._sends[peer]).put(tensor.detach().clone())
@@ -49,7 +49,7 @@ class InProcessGroup(Group):
         received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
         peers = range(self.size)
         sends = list(zip(peers, tensor.split(list(send_counts))))
-        self.swap(sends, list(zip(peers, received.split(list(receive_counts)))), what).wait()
+        self.isend_irecv(sends, list(zip(peers, received.split(list(receive_counts)))), what).wait()
         return received
 
 

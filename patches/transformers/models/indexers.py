@@ -80,11 +80,11 @@ class IndexerCall:
 
     def own(self, name: str) -> torch.Tensor:
         """An argument [B, L, ...] of these queries, [n, m, ...]."""
-        return self.arguments[name].flatten(0, 1)[self.queries.own]
+        return self.arguments[name].flatten(0, 1)[self.queries.query_index]
 
     def angles(self) -> tuple[torch.Tensor, ...]:
         """Cosines and sines [n, m, d] of these queries."""
-        return tuple(angle.flatten(0, 1)[self.queries.own] for angle in angles_of(self.arguments))
+        return tuple(angle.flatten(0, 1)[self.queries.query_index] for angle in angles_of(self.arguments))
 
 
 def angles_of(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:

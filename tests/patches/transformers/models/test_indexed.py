@@ -120,7 +120,11 @@ def a_query_chooses_from_another_documents_keys(patch):
     from ds_cp.mask.queries import Queries
 
     of = Queries.of
-    patch(Queries, "of", lambda *_: [Queries(each.own, each.positions, each.keys.roll(1, 0)) for each in of(*_)])
+    patch(
+        Queries,
+        "of",
+        lambda *_: [Queries(each.query_index, each.positions, each.key_index.roll(1, 0)) for each in of(*_)],
+    )
 
 
 def heads_follow_the_first_groups_choice(patch):
