@@ -22,8 +22,8 @@ from ds_cp.patches import liger
 from ds_cp.patches.transformers import attention, decoder_stacks, structure, support, task_head
 from ds_cp.patches.transformers.decoder_stacks import Stack
 from ds_cp.patches.transformers.losses import causal_lm, projection
-from ds_cp.patches.transformers.memory import chunked_layers, chunked_mlp, offload, recompute
-from ds_cp.patches.transformers.models import families, recurrent, rope
+from ds_cp.patches.transformers.memory import chunked_layers, chunked_mlp, offload_activations, recompute
+from ds_cp.patches.transformers.models import recurrent, registry, rope
 from ds_cp.patches.trl import fused_head
 from ds_cp.planner import Plan
 from ds_cp.report import log_start
@@ -108,7 +108,7 @@ def attach(model: torch.nn.Module, requested: key.ContextParallelConfig) -> Atta
         undo = done.pop_all().close  # newest first
     patch = patches.record(patches.Patch(f"model {facts.name}", "its decoder runs on this rank's tokens", undo))
     weakref.finalize(decoder, patches.remove, patch).atexit = False
-    log_start(plan, state.mesh, facts, state.layers, recurrent.counted(parts))
+    log_start(plan, state.mesh, facts, state.layers, recurrent.count_layers(parts))
     return state
 
 
@@ -125,9 +125,11 @@ def _changes(head: PreTrainedModel, parts: dict[PreTrainedModel, Stack], state: 
         yield from (handle.remove for handle in task_head.hook(head, state.vocab))
     yield from (change.attach(head) for change in (fused_head, causal_lm, projection))
     for module in parts:
-        yield from (change.attach(module) for change in (families, rope, recurrent))
+        yield from (change.attach(module) for change in (registry, rope, recurrent))
         if plan.offload_activations:
-            yield offload.attach(module, checkpoints=bool(plan.offload_kv) and chunked_layers.all_in_chunks(module))
+            yield offload_activations.attach(
+                module, checkpoints=bool(plan.offload_kv) and chunked_layers.all_in_chunks(module)
+            )
         if plan.offload_kv:
             yield chunked_layers.attach(module, plan)
         yield chunked_mlp.attach(module, plan)

@@ -20,7 +20,7 @@ from ds_cp.patches.transformers import masks, outside_region
 from ds_cp.patches.transformers.ambient import current_region, current_task_head, is_stack_running
 from ds_cp.patches.transformers.batch import describe
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
-from ds_cp.patches.transformers.models import indexed
+from ds_cp.patches.transformers.models import sparse_attention
 
 NAME = "ds_cp"
 
@@ -134,18 +134,18 @@ def _shared(
     Args:
         s_aux: [H], a score per head without a value.
         sinks: [B, H, L, 1], the same per query.
-        indices, block_indices: the keys, or blocks of keys, that the module's indexer has chosen (:func:`.indexed.choose`).
+        indices, block_indices: the keys, or blocks of keys, that the module's indexer has chosen (:func:`.sparse_attention.choose`).
         terms, query_scale, compressed_kv: from the forwards in :mod:`.models`.
     """
     if not isinstance(position_bias, QueryBias):
         others["position_bias"], position_bias = position_bias, None
-    if not indexed.has_indexer(module):
+    if not sparse_attention.has_indexer(module):
         others["block_indices"] = block_indices
     _refuse(module, query, key, others)
     region, heads, head_dim = mask.region, query.size(1), query.size(-1)
     chosen = next((each for each in (indices, block_indices, mask.chosen) if each is not None), None)
     if chosen is not None:
-        terms = (*terms, indexed.term(module, mask, heads, chosen))
+        terms = (*terms, sparse_attention.term(module, mask, heads, chosen))
     if position_bias is not None:
         terms = (*terms, DistanceProfiles(position_bias.profiles))
     layer = region.attended.setdefault(id(module), len(region.attended))

@@ -120,10 +120,14 @@ def _by_position(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[s
         owner = stack.get_submodule(parent)
         table = getattr(owner, last)
         if isinstance(table, torch.Tensor):  # a buffer, which may be asked from behind
-            yield Lookup(name, positions.asked(owner, None, arguments), -table.size(0), table.size(0) - 1, path)
+            yield Lookup(
+                name, positions.lookup_indices(owner, None, arguments), -table.size(0), table.size(0) - 1, path
+            )
         elif (inner := _embedding_in(table)) is not None:
             first = -getattr(inner, "offset", 0)
-            yield Lookup(name, positions.asked(owner, inner, arguments), first, inner.num_embeddings + first - 1, path)
+            yield Lookup(
+                name, positions.lookup_indices(owner, inner, arguments), first, inner.num_embeddings + first - 1, path
+            )
 
 
 def _by_label(call: TaskHeadCall) -> Iterator[Lookup]:

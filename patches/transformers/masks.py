@@ -20,7 +20,7 @@ from ds_cp.attention.score import Term
 from ds_cp.attention.terms import DenseMask, MaskFunction
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, OPEN, Band, Blocks, ChunkedAttention, Rule
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
-from ds_cp.patches.transformers.models.code import closed_over
+from ds_cp.patches.transformers.models.introspection import closure_variables
 from ds_cp.region import LayerCall, Region
 
 KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
@@ -151,7 +151,7 @@ def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
             f"a layer's mask is made by {function!r}, which is no plain function: ds_cp cannot see whether it holds "
             "shards of per-token tensors, and tokens might see too much or too little. Write it as a function."
         )
-    maker, held = _maker(function), closed_over(function)
+    maker, held = _maker(function), closure_variables(function)
     if maker in KNOWN:
         return KNOWN[maker](held, region), ()
     if maker == "remap_positions_for_packed_sequence":  # the region counts inside of documents anyway

@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ds_cp.patches.transformers.models import indexed
+from ds_cp.patches.transformers.models import sparse_attention
 
 ADDITIVE_MASK = frozenset(
     "bloom deepseek_v4 mpt trocr xglm mvp megatron-bert rembert big_bird roformer gpt_neo gpt_neox_japanese".split()
@@ -38,7 +38,7 @@ def sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """SDPA, or the model's own eager attention for what SDPA would drop; [B, L, H, dv]."""
-    mask = indexed.hide(module, mask, query, key, indices, block_indices, kwargs.get("position_ids"))
+    mask = sparse_attention.hide(module, mask, query, key, indices, block_indices, kwargs.get("position_ids"))
     dropped = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
     extra = {name: given for name, given in dropped.items() if given is not None}
     run = sdpa_attention_forward

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers import batch as batches
-from ds_cp.patches.transformers.models import families
+from ds_cp.patches.transformers.models import registry
 from ds_cp.region import Region
 
 MIN_PROMPT_TOKENS = 4096
@@ -120,8 +120,8 @@ def cache_argument(stack: torch.nn.Module) -> str | None:
 
 
 def _keeps_its_keys(kind: type) -> bool:
-    found = families.replaced(kind)
-    return found is not None and (found.of, found.method, found.fills_cache) == ("attention", "forward", False)
+    found = registry.replacement_of(kind)
+    return found is not None and (found.role, found.method, found.fills_cache) == ("attention", "forward", False)
 
 
 def cache_to_fill(module: torch.nn.Module, arguments: Mapping[str, Any]) -> DynamicCache | None:

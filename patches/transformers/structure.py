@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ds_cp.config import KEY, ConfigError
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band, ChunkedAttention, Rule
-from ds_cp.patches.transformers.models import layers
+from ds_cp.patches.transformers.models import layer_kinds
 from ds_cp.planner import ModelFacts
 
 
@@ -41,7 +41,7 @@ def _warn_of_others(model: torch.nn.Module, found: list[PreTrainedModel]) -> Non
     if apart:
         warnings.warn(
             f"{type(model).__name__} holds several models; only the first, {type(first).__name__}, shares its sequences. "
-            f"{layers.listed(apart)} runs on whole rows on every rank: exactly, but in all their memory. Let your wrapper "
+            f"{layer_kinds.abbreviate(apart)} runs on whole rows on every rank: exactly, but in all their memory. Let your wrapper "
             "hold the model that trains on long rows first, or attach the other by itself with ds_cp.context_parallel.",
             stacklevel=4,
         )
@@ -119,7 +119,7 @@ def attention_layers(config: Any, decoder: bool = True) -> int:
 
 def count_token_mixers(stack: torch.nn.Module, config: Any, decoder: bool = True) -> int:
     """How many calls of a forward mix tokens: all of them must come through ds_cp."""
-    return layers.mixers(stack) if layers.recurrent(stack) else attention_layers(config, decoder)
+    return layer_kinds.count_token_mixers(stack) if layer_kinds.recurrent(stack) else attention_layers(config, decoder)
 
 
 def layer_rules(config: Any, decoder: bool = True) -> Counter[Rule]:

@@ -14,7 +14,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers import neftune, structure, verified
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
-from ds_cp.patches.transformers.models import families, layers, rope
+from ds_cp.patches.transformers.models import layer_kinds, registry, rope
 from ds_cp.planner import ModelFacts
 
 TABLE = Path(__file__).with_name("verified.csv")
@@ -128,22 +128,24 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"its {type(decoder).__name__} takes {getattr(decoder, 'main_input_name', 'no tokens')}, which is no sequence of tokens "
             "that ds_cp could cut."
         )
-    recurrent, unknown = layers.recurrent(decoder), layers.unknown_recurrent(decoder)
+    recurrent, unknown = layer_kinds.recurrent(decoder), layer_kinds.unknown_recurrent(decoder)
     if unknown:
         yield (
-            f"a state, or neighbouring tokens, pass from token to token in {layers.listed(unknown)} in a way that ds_cp does not "
+            f"a state, or neighbouring tokens, pass from token to token in {layer_kinds.abbreviate(unknown)} in a way that ds_cp does not "
             "know: each rank would start from nothing at its own shard."
         )
-    alone = layers.without_interface(decoder)
+    alone = layer_kinds.without_interface(decoder)
     if alone:
         yield (
-            f"attention is computed outside of transformers' attention interface in {layers.listed(alone)}: each rank would "
+            f"attention is computed outside of transformers' attention interface in {layer_kinds.abbreviate(alone)}: each rank would "
             "attend to its own shard only."
         )
     if (
         not recurrent
         and not alone
-        and not (layers.attends(decoder) and any(map(structure.head_counts, structure.layer_configs(config))))
+        and not (
+            layer_kinds.uses_interface(decoder) and any(map(structure.head_counts, structure.layer_configs(config)))
+        )
     ):
         yield "none of its layers attends through transformers' attention interface, so no rank would see another's tokens."
     if (pooler := getattr(decoder, "pooler", None)) is not None and not type(pooler).__name__.endswith("Pooler"):
@@ -161,10 +163,10 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
             f"its {config.num_hidden_layers} layers attend to the keys of another model (num_kv_shared_layers = "
             f"{config.num_kv_shared_layers}), which no rank would cut as it cuts this model's tokens."
         )
-    chosen = layers.has_indexer(decoder)
+    chosen = layer_kinds.has_indexer(decoder)
     handled = HANDLED_LAYERS | (INDEXED_LAYERS if chosen else set()) | (RECURRENT_LAYERS if recurrent else set())
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - handled):
-        named = layers.listed(layers.of_kind(decoder, config.layer_types, kind))
+        named = layer_kinds.abbreviate(layer_kinds.of_layer_type(decoder, config.layer_types, kind))
         yield f'tokens mix in a way that is not shared yet in {named}, of kind "{kind}": each rank would mix its own only.'
     for name in rope.inside_layers(decoder):
         yield (
@@ -174,14 +176,14 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             yield f"{name} would drop other layers on each rank of a group. Set it to 0."
-    if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in families.BIAS_HANDLED:
+    if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in registry.BIAS_HANDLED:
         yield (
             "its relative position bias comes from a table that transformers expands to S x S of the tokens it sees: each "
             "rank would count distances inside its own shard, and the table's gradient would miss the rest."
         )
-    if biased := layers.with_own_bias(decoder):
+    if biased := layer_kinds.with_own_bias(decoder):
         yield (
-            f"a bias is computed from each query and its distance to each key in {layers.listed(biased)}, as an S x S tensor of "
+            f"a bias is computed from each query and its distance to each key in {layer_kinds.abbreviate(biased)}, as an S x S tensor of "
             "the tokens that it sees: each rank would count distances inside its own shard."
         )
     for name in SPARSE_KEYS:

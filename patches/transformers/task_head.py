@@ -44,11 +44,11 @@ def _before_head(vocab: int, signature: inspect.Signature):
         keeps = arguments.get("logits_to_keep")
         everything = not isinstance(keeps, torch.Tensor) and not keeps
         call = _call(head, arguments) if everything else TaskHeadCall(False, arguments.get("labels"))
-        if call.keeps_local and not call.loss_outside:
+        if call.keeps_local and not call.loss_after_head:
             _tell_targets(call, head, arguments)
         call.batch_facts, call.input_ids = batches.facts(arguments), arguments.get("input_ids")
-        if not (call.loss_outside or label_smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
-            call.limit = LOGITS_LIMIT
+        if not (call.loss_after_head or label_smoothing.loss_only() or (head.training and torch.is_grad_enabled())):
+            call.logits_limit = LOGITS_LIMIT
         begin_task_head(head, call)
         generating = arguments.get("use_cache") or batches.cache_of(arguments) is not None
         if everything and not call.keeps_local and not generating and "logits_to_keep" in signature.parameters:
@@ -65,7 +65,7 @@ def _call(head: torch.nn.Module, arguments: dict[str, Any]) -> TaskHeadCall:
     if labels is not None:
         return TaskHeadCall(causal_lm.keeps_local(head), labels)
     comes_later = label_smoothing.expects(head)
-    return TaskHeadCall(comes_later, None, loss_outside=comes_later)
+    return TaskHeadCall(comes_later, None, loss_after_head=comes_later)
 
 
 def _tell_targets(call: TaskHeadCall, head: torch.nn.Module, arguments: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def _after_head(head: torch.nn.Module, args: tuple, output: Any) -> Any:
     call = end_task_head(head)
     if call is None or call.region is None or output is None:
         return None
-    if not call.consumed and not call.loss_outside:
+    if not call.consumed and not call.loss_after_head:
         raise BatchError(
             f"{type(head).__name__} kept its hidden states local for a loss that it then did not call; what it returned "
             "belongs to one shard only."
@@ -115,11 +115,11 @@ def _with_logits(output: Any, call: TaskHeadCall) -> Any:
         deferred = isinstance(logits, DeferredLogits)
         # the loss has computed those that are returned: to call the projection here, in some groups of the world only,
         # would hang under ZeRO-3
-        if not (logits.returned if deferred else call.returns_whole(logits)):
-            return LocalLogits(logits, call.region, call.limit)
+        if not (logits.returned if deferred else call.returns_whole_logits(logits)):
+            return LocalLogits(logits, call.region, call.logits_limit)
         return call.region.gather(logits.computed() if deferred else logits)
 
-    index = 0 if call.loss_outside else 1  # (loss, logits, ...), or no loss
+    index = 0 if call.loss_after_head else 1  # (loss, logits, ...), or no loss
     if isinstance(output, tuple):
         return (*output[:index], honest(output[index]), *output[index + 1 :])
     if "logits" in output:

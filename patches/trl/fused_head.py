@@ -15,7 +15,7 @@ import torch
 
 from ds_cp.loss import shift_left
 from ds_cp.patches.transformers.ambient import current_task_head
-from ds_cp.patches.transformers.models.code import closed_over
+from ds_cp.patches.transformers.models.introspection import closure_variables
 from ds_cp.region import Region
 
 IGNORED = -100
@@ -50,7 +50,7 @@ def plain_forward(head: torch.nn.Module) -> Any:
     if not is_fused(head):
         return vars(head).get("forward")
     fused = vars(head)["forward"].__func__.args[0]
-    inner = closed_over(fused).get("original_forward")
+    inner = closure_variables(fused).get("original_forward")
     return None if getattr(inner, "__func__", None) is type(head).forward else inner
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_cp.cli.shrink import causal_lm, tiny_config
 from ds_cp.patches.transformers.models import recurrent
-from ds_cp.patches.transformers.models.families import REPLACED
+from ds_cp.patches.transformers.models.registry import REPLACED
 from harness import families
 
 TABLE = sweep.read()

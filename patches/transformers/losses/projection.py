@@ -65,5 +65,5 @@ def _forward(self: nn.Linear, hidden: torch.Tensor, work: Callable | None = None
         return work(hidden, self.weight, self.bias)
     call = current_task_head()
     if call is not None and call.defers(hidden) and not is_watched(self):
-        return DeferredLogits.of(self, hidden, call.returns_whole)
+        return DeferredLogits.of(self, hidden, call.returns_whole_logits)
     return type(self).forward(self, hidden)

@@ -27,8 +27,8 @@ class TaskHeadCall:
         batch_facts: arguments about documents and positions that the caller gave to the head.
         region: set by the decoder that left its hidden states local.
         consumed: set by the loss.
-        loss_outside: the known loss comes after the head, from the logits that it returns.
-        limit: the most bytes of whole logits that the caller gets as a tensor, in fp32; 0 for never as a tensor.
+        loss_after_head: the known loss comes after the head, from the logits that it returns.
+        logits_limit: the most bytes of whole logits that the caller gets as a tensor, in fp32; 0 for never as a tensor.
     """
 
     keeps_local: bool = False
@@ -40,12 +40,12 @@ class TaskHeadCall:
     batch_facts: frozenset[str] = frozenset()
     region: Region | None = None
     consumed: bool = False
-    loss_outside: bool = False
-    limit: int = 0
+    loss_after_head: bool = False
+    logits_limit: int = 0
 
-    def returns_whole(self, logits: torch.Tensor | DeferredLogits) -> bool:
+    def returns_whole_logits(self, logits: torch.Tensor | DeferredLogits) -> bool:
         """Whether these local logits [B, L, V] go back to the caller as a whole tensor [B, S, V]."""
-        return logits.size(0) * self.region.layout.seq_len * logits.size(-1) * 4 <= self.limit
+        return logits.size(0) * self.region.layout.seq_len * logits.size(-1) * 4 <= self.logits_limit
 
     def defers(self, hidden: torch.Tensor) -> bool:
         """True for this rank's hidden states [B, L, hidden] on their way to the logits of a known loss."""

@@ -24,9 +24,9 @@ from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers import prefill
 from ds_cp.patches.transformers.batch import describe
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
-from ds_cp.patches.transformers.memory import offload
+from ds_cp.patches.transformers.memory import offload_activations
 from ds_cp.patches.transformers.memory.leaf_modules import bind
-from ds_cp.patches.transformers.models import families, layers, recurrent
+from ds_cp.patches.transformers.models import layer_kinds, recurrent, registry
 from ds_cp.planner import Plan
 from ds_cp.region import LayerCall
 
@@ -59,8 +59,12 @@ def check(stacks: Mapping[PreTrainedModel, Any]) -> None:
 
 def _problems(stack: PreTrainedModel) -> Iterator[str]:
     if next(_layers(stack), None) is None:
-        own = [name for name, module in stack.named_modules() if families.replaced(type(module)) is not None]
-        yield f"attention counts tokens by itself in {layers.listed(own)}" if own else "no layer of it only attends"
+        own = [name for name, module in stack.named_modules() if registry.replacement_of(type(module)) is not None]
+        yield (
+            f"attention counts tokens by itself in {layer_kinds.abbreviate(own)}"
+            if own
+            else "no layer of it only attends"
+        )
 
 
 def attach(stack: PreTrainedModel, plan: Plan) -> Callable[[], None]:
@@ -73,7 +77,7 @@ def _layers(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:
     for module in _outermost(stack):
         if (
             "forward" not in vars(module)
-            and layers.attends(module)
+            and layer_kinds.uses_interface(module)
             and not any(_mixes_by_itself(type(part)) for part in module.modules())
         ):
             yield module
@@ -88,7 +92,7 @@ def _outermost(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:
 
 
 def _mixes_by_itself(kind: type) -> bool:
-    return families.replaced(kind) is not None or recurrent.is_shared(kind)
+    return registry.replacement_of(kind) is not None or recurrent.is_known(kind)
 
 
 def all_in_chunks(stack: torch.nn.Module) -> bool:
@@ -117,7 +121,7 @@ def _forward(plan: Plan, self: GradientCheckpointingLayer, *args: Any, **kwargs:
         rest[:] = output[1:] if isinstance(output, tuple) else [...]
         return output[0] if isinstance(output, tuple) else output
 
-    waits = (offload.to_host, offload.from_host) if plan.offload_activations else ()
+    waits = (offload_activations.to_host, offload_activations.from_host) if plan.offload_activations else ()
     saved = None if plan.recompute_attention else SavedAttention(*waits)
     out = run_layer_in_chunks(self, run, x, plan.offload_kv, saved)
     if rest == [...]:

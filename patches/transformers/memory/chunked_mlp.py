@@ -18,10 +18,10 @@ from ds_cp.chunked.module import run_in_chunks
 from ds_cp.patches.transformers.memory.leaf_modules import bind
 from ds_cp.planner import Plan
 
-LARGE = 256 << 20
+LARGE_BYTES = 256 << 20
 """Bytes of one intermediate activation, from which on "auto" tiles."""
 
-TILE_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 """Of one intermediate activation of a tile."""
 
 ATTRIBUTES = frozenset({"mlp", "feed_forward", "ffn"})
@@ -74,9 +74,9 @@ def _forward(always: bool, few_tokens: int, self: nn.Module, *args: Any, **kwarg
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].size(-2) <= few_tokens:
         return original(*args, **kwargs)
     row = _width(self) * args[0].element_size()
-    if (not always and args[0].shape[:-1].numel() * row <= LARGE) or _cannot_run_twice(self):
+    if (not always and args[0].shape[:-1].numel() * row <= LARGE_BYTES) or _cannot_run_twice(self):
         return original(*args)
-    return _tiled(self, original, args[0], max(1, TILE_BYTES // row))
+    return _tiled(self, original, args[0], max(1, CHUNK_BYTES // row))
 
 
 def _cannot_run_twice(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ import torch
 from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.patches.transformers.ambient import current_region, running_layer
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
-from ds_cp.patches.transformers.memory import offload
+from ds_cp.patches.transformers.memory import offload_activations
 from ds_cp.region import Region
 
 ATTRIBUTE = "_gradient_checkpointing_func"
@@ -34,7 +34,11 @@ def attach(stack: torch.nn.Module, keeps: bool, offloads: bool) -> Callable[[], 
         offloads: whether it waits in host memory, as the layers' inputs then do.
     """
     make = (
-        (partial(SavedAttention, offload.to_host, offload.from_host) if offloads else SavedAttention)
+        (
+            partial(SavedAttention, offload_activations.to_host, offload_activations.from_host)
+            if offloads
+            else SavedAttention
+        )
         if keeps
         else _nothing_kept
     )

@@ -13,7 +13,7 @@ import torch
 from ds_cp.mask.queries import Queries
 
 
-class KeysTold(Exception):
+class KeysCaptured(Exception):
     """An indexer has said its keys [B, L, d], and need not go on."""
 
 
@@ -25,7 +25,7 @@ class StoredKeys:
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
         if self.answer is None:
-            raise KeysTold(keys)
+            raise KeysCaptured(keys)
         return self.answer
 
     @property

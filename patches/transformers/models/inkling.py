@@ -12,7 +12,7 @@ import torch
 
 from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import QueryBias, attention_forward
-from ds_cp.patches.transformers.models.plain import runs_alone
+from ds_cp.patches.transformers.models.eager_only import runs_alone
 from ds_cp.patches.transformers.models.replacement import Replacement
 
 
@@ -60,7 +60,7 @@ def bias_of_states(original: Callable, self: Any, hidden_states, relative_distan
 
 REPLACED: dict[str, Replacement] = {
     "InklingAttention": Replacement(attention),
-    "InklingRelativeLogits": Replacement(bias_of_weights, of="bias"),
-    "Inkling2RelativePositionBias": Replacement(bias_of_states, of="bias"),
-    "Inkling2LoopRelativePositionBias": Replacement(bias_of_states, of="bias"),
+    "InklingRelativeLogits": Replacement(bias_of_weights, role="bias"),
+    "Inkling2RelativePositionBias": Replacement(bias_of_states, role="bias"),
+    "Inkling2LoopRelativePositionBias": Replacement(bias_of_states, role="bias"),
 }

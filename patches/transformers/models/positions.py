@@ -137,7 +137,9 @@ def _run_whole(module: torch.nn.Module, calls: list[Given]) -> list:
     ]
 
 
-def asked(owner: torch.nn.Module, table: torch.nn.Module | None, arguments: Given) -> "torch.Tensor | tuple[int, int]":
+def lookup_indices(
+    owner: torch.nn.Module, table: torch.nn.Module | None, arguments: Given
+) -> "torch.Tensor | tuple[int, int]":
     """The positions that a table of a module will be asked for in a call; or the first and the last of them."""
     if arguments.get("position_ids") is not None:
         return arguments["position_ids"]

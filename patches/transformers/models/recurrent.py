@@ -20,7 +20,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.batch import PACKING_ARGUMENTS
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
-from ds_cp.patches.transformers.models.code import names_in
+from ds_cp.patches.transformers.models.introspection import referenced_names
 from ds_cp.region import Region
 
 FUNCTIONS: dict[str, tuple[dict[str, str], str]] = {
@@ -75,7 +75,7 @@ FACTS = frozenset({*PACKING_ARGUMENTS, "cu_seqlens", "position_ids", "cache_posi
 """Arguments that tell these functions of this rank's tokens what the region knows of all."""
 
 
-def is_shared(kind: type) -> bool:
+def is_known(kind: type) -> bool:
     """Whether a layer class of transformers mixes tokens in ways of this file."""
     known = kind.__name__ in PARTS or kind.__name__ in WHOLE or bool(_functions(kind))
     return known and kind.__module__.startswith("transformers.")
@@ -83,12 +83,12 @@ def is_shared(kind: type) -> bool:
 
 def runs_whole(kind: type) -> bool:
     """Whether every rank runs such a layer on all tokens."""
-    return kind.__name__ in WHOLE and is_shared(kind)
+    return kind.__name__ in WHOLE and is_known(kind)
 
 
-def counted(stacks: Iterable[torch.nn.Module]) -> tuple[int, int]:
+def count_layers(stacks: Iterable[torch.nn.Module]) -> tuple[int, int]:
     """How many layers trade tokens for channels, and how many run whole."""
-    kinds = [type(module) for stack in stacks for module in stack.modules() if is_shared(type(module))]
+    kinds = [type(module) for stack in stacks for module in stack.modules() if is_known(type(module))]
     whole = sum(map(runs_whole, kinds))
     return len(kinds) - whole, whole
 
@@ -96,7 +96,7 @@ def counted(stacks: Iterable[torch.nn.Module]) -> tuple[int, int]:
 def attach(stack: torch.nn.Module) -> Callable[[], None]:
     """Bind what the recurrent layers of a stack need; returns what undoes it. Functions stay replaced, for other models of
     their file may need them; outside of a region they are the original ones."""
-    bound = [module for module in stack.modules() if is_shared(type(module))]
+    bound = [module for module in stack.modules() if is_known(type(module))]
     for module in bound:
         for name in _functions(type(module)):
             patches.replace(
@@ -120,7 +120,7 @@ def attach(stack: torch.nn.Module) -> Callable[[], None]:
 
 
 def _functions(kind: type) -> list[str]:
-    return sorted(names_in(kind) & (FUNCTIONS.keys() | FUSED))
+    return sorted(referenced_names(kind) & (FUNCTIONS.keys() | FUSED))
 
 
 def _layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,11 @@ class Replacement(NamedTuple):
     Attributes:
         run: gets the original method, the module, and what the method is called with.
         method: the one in whose place it runs.
-        of: what the class is: "attention", or the part of one that is an "indexer", a "compressor" or a "bias".
+        role: what the class is: "attention", or the part of one that is an "indexer", a "compressor" or a "bias".
         fills_cache: whether a forward of attention hands its keys to a cache, as the original does.
     """
 
     run: Callable
     method: str = "forward"
-    of: str = "attention"
+    role: str = "attention"
     fills_cache: bool = False

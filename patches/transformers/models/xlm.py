@@ -11,7 +11,7 @@ from ds_cp.mask.rules import CAUSAL, EVERYTHING
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.models.plain import of_running
+from ds_cp.patches.transformers.models.eager_only import of_running
 from ds_cp.patches.transformers.models.replacement import Replacement
 
 

@@ -79,7 +79,7 @@ def test_tiles_are_exact(workers, case):
 def on_a_host_of_its_own():
     """Rows and saved tensors that wait in host memory wait in numpy's, which the probe does not see."""
     from ds_cp.attention import host_kv
-    from ds_cp.patches.transformers.memory import offload
+    from ds_cp.patches.transformers.memory import offload_activations
 
     class RowSlice(host_kv.HostRows):
         def __init__(self, shape, dtype, device):
@@ -93,8 +93,8 @@ def on_a_host_of_its_own():
             return torch.from_numpy(self._rows[start:stop]).clone()
 
     host_kv.HostRows = RowSlice
-    offload.to_host = lambda x: x if isinstance(x, torch.nn.Parameter) or x.dim() < 3 else x.detach().numpy().copy()
-    offload.from_host = lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
+    offload_activations.to_host = lambda x: x if isinstance(x, torch.nn.Parameter) or x.dim() < 3 else x.detach().numpy().copy()
+    offload_activations.from_host = lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
 
 def with_a_host(*arguments):

@@ -17,7 +17,7 @@ LONG = BatchSpec("packed", 3, 150)
 def with_small_tiles(tokens=7, dtype=torch.float32):
     from ds_cp.patches.transformers.memory import chunked_mlp
 
-    chunked_mlp.TILE_BYTES = tokens * MLP * dtype.itemsize
+    chunked_mlp.CHUNK_BYTES = tokens * MLP * dtype.itemsize
 
 
 class Intermediate(TorchDispatchMode):
@@ -72,7 +72,7 @@ def test_auto_tiles_where_the_activation_is_large(workers):
     def large():
         from ds_cp.patches.transformers.memory import chunked_mlp
 
-        chunked_mlp.LARGE = 3 * 75 * MLP * 4 - 1
+        chunked_mlp.LARGE_BYTES = 3 * 75 * MLP * 4 - 1
         return measured(ModelSpec("llama"), RING | {"tiled_mlp": "auto"}, LONG)
 
     results = workers(2).run(large)

@@ -15,7 +15,7 @@ BATCH = BatchSpec("packed", 3, 53)
 
 def counted(checkpointing):
     """As `subject.loss_and_gradients`, with copies on the way; (shapes that left, how many came back)."""
-    from ds_cp.patches.transformers.memory import offload
+    from ds_cp.patches.transformers.memory import offload_activations
 
     left, back = [], []
 
@@ -25,11 +25,11 @@ def counted(checkpointing):
         left.append(tuple(tensor.shape))
         return tensor.device, tensor.clone()
 
-    def from_host(packed, original=offload.from_host):
+    def from_host(packed, original=offload_activations.from_host):
         back.append(isinstance(packed, tuple))
         return original(packed)
 
-    offload.to_host, offload.from_host = to_host, from_host
+    offload_activations.to_host, offload_activations.from_host = to_host, from_host
     result = subject.loss_and_gradients(LLAMA, RING, [BATCH], checkpointing=checkpointing)
     return result, left, sum(back)
 
@@ -70,10 +70,10 @@ def test_an_interrupted_forward_leaves_no_hook_behind(workers):
     """torch runs no hook after KeyboardInterrupt; what is saved after the next forward would go to the host, too."""
 
     def interrupted():
-        from ds_cp.patches.transformers.memory import offload
+        from ds_cp.patches.transformers.memory import offload_activations
 
-        left, to_host = [], offload.to_host
-        offload.to_host = lambda tensor: left.append(1) or to_host(tensor)
+        left, to_host = [], offload_activations.to_host
+        offload_activations.to_host = lambda tensor: left.append(1) or to_host(tensor)
         model = subject.changed_model(LLAMA, RING).train()
         subject.enable_checkpointing(model, "non-reentrant")
         inputs = batches.make(BATCH).inputs

@@ -291,7 +291,7 @@ def test_what_is_kept_is_let_go_when_it_was_used_and_never_kept_without_a_graph(
 
 
 def step_that_counts_what_leaves(config):
-    from ds_cp.patches.transformers.memory import offload
+    from ds_cp.patches.transformers.memory import offload_activations
 
     left = []
 
@@ -299,7 +299,7 @@ def step_that_counts_what_leaves(config):
         left.append(tuple(tensor.shape))
         return tensor.device, tensor.clone()
 
-    offload.to_host = to_host
+    offload_activations.to_host = to_host
     return left, counted_step(LLAMA, config, [PACKED], "reentrant")
 
 

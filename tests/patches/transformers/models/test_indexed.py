@@ -72,9 +72,9 @@ def test_zero_3_gathers_an_indexer_once_in_however_many_pieces_it_runs(workers):
     """Groups have other lengths, so other numbers of pieces: what is gathered must not depend on them."""
 
     def step(*arguments):
-        from ds_cp.patches.transformers.models import indexed
+        from ds_cp.patches.transformers.models import sparse_attention
 
-        indexed.CHUNK_BYTES = 4 * 2 * 53 * 4  # four queries of the longer row
+        sparse_attention.CHUNK_BYTES = 4 * 2 * 53 * 4  # four queries of the longer row
         return engine.train_one_step(*arguments)
 
     model = ModelSpec("minimax_m3_vl_text")

@@ -18,7 +18,7 @@ from ds_cp.attention.terms import ALiBi, BucketedBias
 from ds_cp.patches.transformers.attention import attention_forward
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.masks import CrossMask
-from ds_cp.patches.transformers.models import compressed, indexed, inkling, plain, positions, xlm
+from ds_cp.patches.transformers.models import deepseek_v4, eager_only, inkling, positions, sparse_attention, xlm
 from ds_cp.patches.transformers.models.replacement import Replacement
 
 
@@ -138,10 +138,10 @@ REPLACED: dict[str, Replacement] = {
     "FalconAttention": Replacement(falcon),
     "MptAttention": Replacement(mpt),
     "Llama4TextAttention": Replacement(llama4, fills_cache=True),
-    **plain.REPLACED,
+    **eager_only.REPLACED,
     **xlm.REPLACED,
-    **indexed.REPLACED,
-    **compressed.REPLACED,
+    **sparse_attention.REPLACED,
+    **deepseek_v4.REPLACED,
     **inkling.REPLACED,
 }
 """By class; by module and class where others have the same name."""
@@ -150,7 +150,7 @@ BIAS_HANDLED = frozenset({"mt5", "t5", "umt5"})
 """Model types whose relative position bias comes from a forward of this file."""
 
 
-def replaced(kind: type) -> Replacement | None:
+def replacement_of(kind: type) -> Replacement | None:
     """What runs in the place of a method of a class of transformers."""
     if not kind.__module__.startswith("transformers."):
         return None
@@ -159,9 +159,9 @@ def replaced(kind: type) -> Replacement | None:
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     """Bind the forwards that a decoder's attention modules need, and tell it positions; returns what undoes it."""
-    known = {module: found for module in decoder.modules() if (found := replaced(type(module)))}
-    choosing = [module for module, found in known.items() if found.of in ("indexer", "compressor")]
-    others = [positions.attach(decoder), xlm.attach(decoder), indexed.attach(choosing)]
+    known = {module: found for module in decoder.modules() if (found := replacement_of(type(module)))}
+    choosing = [module for module, found in known.items() if found.role in ("indexer", "compressor")]
+    others = [positions.attach(decoder), xlm.attach(decoder), sparse_attention.attach(choosing)]
     for module, found in known.items():
         setattr(module, found.method, MethodType(partial(_call, found), module))
 

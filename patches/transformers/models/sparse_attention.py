@@ -26,7 +26,7 @@ from ds_cp.patches.transformers.models.indexers import (
     INDEXERS,
     IndexerCall,
     IndexerKind,
-    KeysTold,
+    KeysCaptured,
     StoredKeys,
     angles_of,
 )
@@ -64,12 +64,12 @@ def choose(kind: IndexerKind, original: Callable, self: Any, *args: Any, **kwarg
         rows = states.shape[:2].numel()
         out = states.new_full((rows + 1, kind.groups(self), most), -1, dtype=torch.int32)  # one row more, for no query
         for queries in _pieces(region.queries, kind.heads(self)):
-            of_keys = tuple(angle[queries.keys] for angle in angles)
-            chosen = kind.ask(IndexerCall(self, original, arguments, queries, keys[queries.keys], of_keys)).transpose(
+            of_keys = tuple(angle[queries.key_index] for angle in angles)
+            chosen = kind.ask(IndexerCall(self, original, arguments, queries, keys[queries.key_index], of_keys)).transpose(
                 1, 2
             )
             chosen = torch.nn.functional.pad(chosen.int(), (0, most - chosen.size(-1)), value=-1)
-            row = torch.where(queries.positions < 0, rows, queries.own)
+            row = torch.where(queries.positions < 0, rows, queries.query_index)
             out.index_copy_(0, row.flatten(), chosen.flatten(0, 1))
     return out[:rows].unflatten(0, states.shape[:2]).transpose(1, 2)
 
@@ -97,7 +97,7 @@ def _keys_of(original: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
     """The indexer's keys of this rank's tokens, [B, L, d]."""
     try:
         original(**arguments | {"cache": StoredKeys()})
-    except KeysTold as heard:
+    except KeysCaptured as heard:
         return heard.args[0]
     raise AssertionError("an indexer that does not ask its cache")
 
@@ -105,10 +105,10 @@ def _keys_of(original: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
 def _pieces(documents: tuple[Queries, ...], heads: int) -> Iterator[Queries]:
     """The queries in pieces whose scores may exist at once."""
     for all_of in documents:
-        step = max(1, CHUNK_BYTES // (4 * heads * all_of.keys.numel()))
-        for start in range(0, all_of.own.size(1), step):
+        step = max(1, CHUNK_BYTES // (4 * heads * all_of.key_index.numel()))
+        for start in range(0, all_of.query_index.size(1), step):
             part = slice(start, start + step)
-            yield Queries(all_of.own[:, part], all_of.positions[:, part], all_of.keys)
+            yield Queries(all_of.query_index[:, part], all_of.positions[:, part], all_of.key_index)
 
 
 def has_indexer(attention: torch.nn.Module) -> bool:
@@ -161,5 +161,5 @@ def hide(
 
 
 REPLACED: dict[str, Replacement] = {
-    name: Replacement(partial(choose, kind), of="indexer") for name, kind in INDEXERS.items()
+    name: Replacement(partial(choose, kind), role="indexer") for name, kind in INDEXERS.items()
 }

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_cp.patches.transformers.attention import DEPTH_ATTENTION
-from ds_cp.patches.transformers.models import families
-from ds_cp.patches.transformers.models.code import names_in
-from ds_cp.patches.transformers.models.recurrent import is_shared
+from ds_cp.patches.transformers.models import registry
+from ds_cp.patches.transformers.models.introspection import referenced_names
+from ds_cp.patches.transformers.models.recurrent import is_known
 
 ATTENTION = re.compile("Attention|MLA")
 RECURRENT = re.compile(
@@ -33,7 +33,7 @@ def without_interface(decoder: torch.nn.Module) -> list[str]:
         for name, module in _own_modules(decoder)
         if _is_attention(module)
         and not _reaches_interface(module)
-        and not any(is_shared(type(part)) for part in module.modules())
+        and not any(is_known(type(part)) for part in module.modules())
         and not any(_is_attention(inner) for inner in module.modules() if inner is not module)
     ]
 
@@ -45,14 +45,14 @@ def recurrent(decoder: torch.nn.Module) -> list[str]:
 
 def unknown_recurrent(decoder: torch.nn.Module) -> list[str]:
     """Those in which nothing is shared, and that are no part of one that is."""
-    known = {part for module in decoder.modules() if is_shared(type(module)) for part in module.modules()}
+    known = {part for module in decoder.modules() if is_known(type(module)) for part in module.modules()}
     around = {module for module in decoder.modules() if not known.isdisjoint(module.modules())}
     return _outermost(decoder, lambda module: _is_recurrent(module) and module not in known | around | {decoder})
 
 
-def mixers(decoder: torch.nn.Module) -> int:
+def count_token_mixers(decoder: torch.nn.Module) -> int:
     """How many modules mix tokens, as attention or recurrent layers: all of them must come through ds_cp."""
-    return sum(is_shared(type(module)) or _attends_itself(module) for _, module in _own_modules(decoder))
+    return sum(is_known(type(module)) or _attends_itself(module) for _, module in _own_modules(decoder))
 
 
 def with_own_bias(decoder: torch.nn.Module) -> list[str]:
@@ -65,7 +65,7 @@ def with_own_bias(decoder: torch.nn.Module) -> list[str]:
     )
 
 
-def attends(decoder: torch.nn.Module) -> bool:
+def uses_interface(decoder: torch.nn.Module) -> bool:
     """Whether any module reaches the interface at all."""
     return any(_reaches_interface(module) for _, module in _own_modules(decoder))
 
@@ -75,7 +75,7 @@ def has_indexer(decoder: torch.nn.Module) -> bool:
     return any(_role(module) in ("indexer", "compressor") for module in decoder.modules())
 
 
-def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
+def of_layer_type(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[str]:
     """The layers that a config says are of a kind: "layers.3 (SomeDecoderLayer)"."""
     for name, module in _own_modules(decoder):
         if isinstance(module, torch.nn.ModuleList) and len(module) == len(kinds):
@@ -84,7 +84,7 @@ def of_kind(decoder: torch.nn.Module, kinds: Sequence[str], kind: str) -> list[s
     return ["its layers"]
 
 
-def listed(names: list[str]) -> str:
+def abbreviate(names: list[str]) -> str:
     """The first of many, and how many more."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
@@ -116,7 +116,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def _is_recurrent(module: torch.nn.Module) -> bool:
-    return is_shared(type(module)) or any(map(RECURRENT.search, names_in(type(module))))
+    return is_known(type(module)) or any(map(RECURRENT.search, referenced_names(type(module))))
 
 
 def _reaches_interface(module: torch.nn.Module) -> bool:
@@ -129,10 +129,10 @@ def _attends_itself(module: torch.nn.Module) -> bool:
     kind = type(module)
     if kind.__name__ in DEPTH_ATTENTION or isinstance(module, PreTrainedModel):
         return False
-    return "ALL_ATTENTION_FUNCTIONS" in names_in(kind)
+    return "ALL_ATTENTION_FUNCTIONS" in referenced_names(kind)
 
 
 def _role(module: Any) -> str | None:
     """What a class is whose method is replaced (:class:`~.replacement.Replacement`)."""
-    found = families.replaced(type(module))
-    return found and found.of
+    found = registry.replacement_of(type(module))
+    return found and found.role

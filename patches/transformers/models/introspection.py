@@ -9,12 +9,12 @@ from typing import Any, Iterator
 
 
 @cache
-def names_in(kind: type) -> frozenset[str]:
+def referenced_names(kind: type) -> frozenset[str]:
     """Functions and attributes that a class's methods name, without those of torch's classes."""
     return frozenset(name for code in _codes(kind) for name in code.co_names)
 
 
-def closed_over(function: FunctionType) -> dict[str, Any]:
+def closure_variables(function: FunctionType) -> dict[str, Any]:
     """What a function closes over, by name."""
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return dict(zip(function.__code__.co_freevars, cells))

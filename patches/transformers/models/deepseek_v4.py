@@ -18,8 +18,8 @@ from ds_cp.attention.compressed_kv import CompressedKV
 from ds_cp.attention.selected import Selected
 from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
+from ds_cp.patches.transformers.models.eager_only import runs_alone
 from ds_cp.patches.transformers.models.indexers import StoredKeys
-from ds_cp.patches.transformers.models.plain import runs_alone
 from ds_cp.patches.transformers.models.replacement import Replacement
 from ds_cp.region import Region
 
@@ -146,6 +146,6 @@ def _compressed_kv(self: Any, region: Region, hidden_states, residual, position_
 
 REPLACED: dict[str, Replacement] = {
     "DeepseekV4Attention": Replacement(attention),
-    "DeepseekV4CSACompressor": Replacement(compress, of="compressor"),
-    "DeepseekV4HCACompressor": Replacement(compress, of="compressor"),
+    "DeepseekV4CSACompressor": Replacement(compress, role="compressor"),
+    "DeepseekV4HCACompressor": Replacement(compress, role="compressor"),
 }
