@@ -1,7 +1,7 @@
-"""All that touches other people's code: a file per library, a folder for transformers.
+"""All changes to other libraries: one file per library, and a folder for transformers.
 
-Each patch is small, named, listed and reversible. Nothing is patched until a config with the key
-``context_parallel`` is read, except the places that read configs.
+Every change is a :class:`Patch`: small, named, listed by :func:`installed` and undone by :func:`restore`. Before a config
+with the key ``context_parallel`` is read, only the functions that read configs are patched.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from types import CodeType
 from typing import Any, Callable
 
 OFF_SWITCH = "DS_CP_DISABLE"
+"""Environment variable that switches ds_cp off."""
 
 
 class MissingTargetError(RuntimeError):
-    """Another library lacks what a patch takes the place of, or does not use what the patch changes."""
+    """Another library lacks a name that ds_cp patches, or its code does not use what the patch relies on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +27,9 @@ class Patch:
     """One change to another library or to a model.
 
     Attributes:
-        target: what was changed, as a dotted name.
-        why: one sentence.
-        undo: puts the old state back.
+        target: Dotted name of what was changed.
+        why: One sentence.
+        undo: Function that restores the previous state.
     """
 
     target: str
@@ -51,7 +52,7 @@ def restore() -> None:
 
 
 def record(patch: Patch) -> Patch:
-    """List a patch that its maker has just put in place."""
+    """List a patch that the caller has already applied."""
     _installed.append(patch)
     return patch
 
@@ -63,47 +64,49 @@ def remove(patch: Patch) -> None:
         patch.undo()
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any], why: str, *uses: str) -> None:
-    """Replace ``owner.name`` by ``make(original)``, once, and list it.
+def replace(owner: Any, name: str, make_replacement: Callable[[Any], Any], why: str, *used_names: str) -> None:
+    """Replace ``owner.name`` by ``make_replacement(original)`` and list the patch. A second call changes nothing.
 
     Args:
-        owner: a module or a class.
-        why: one sentence.
-        uses: names (attributes, functions, arguments) that the replacement relies on the original to know.
+        owner: Module or class.
+        why: One sentence.
+        used_names: Names (attributes, functions, arguments) that must occur in the original's code, because the
+            replacement relies on them.
 
     Raises:
-        MissingTargetError: the installed library has no such name, or it does not know ``uses``.
+        MissingTargetError: the installed library has no such name, or the original does not use ``used_names``.
     """
-    target = _target(owner, name)
+    target = _dotted_name(owner, name)
     if any(patch.target == target for patch in _installed):
         return
-    require(owner, name, why, *uses)
+    require(owner, name, why, *used_names)
     original = owner.__dict__[name]
-    setattr(owner, name, make(original))
+    setattr(owner, name, make_replacement(original))
     record(Patch(target, why, lambda: setattr(owner, name, original)))
 
 
-def require(owner: Any, name: str, why: str, *uses: str) -> None:
-    """Make sure that ``owner.name`` is there and that its code knows the names ``uses``; where it comes from another library
-    than the owner, which is then somebody's own patch, its code is not looked at.
+def require(owner: Any, name: str, why: str, *used_names: str) -> None:
+    """Check that ``owner.name`` exists and that its code uses ``used_names``.
+
+    The code is not checked where the function comes from another library than its owner: somebody else has patched it.
 
     Raises:
-        MissingTargetError: names the library, its version and what was not found.
+        MissingTargetError: names the library, its version and what is missing.
     """
     if name not in owner.__dict__:
-        raise _missing(owner, f"no {_target(owner, name)}", why)
-    found = owner.__dict__[name]
-    function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+        raise _missing(owner, f"no {_dotted_name(owner, name)}", why)
+    value = owner.__dict__[name]
+    function = inspect.unwrap(value.fget if isinstance(value, property) and value.fget else value)
     code = getattr(function, "__code__", None)
     if code is None or _package(function) != _package(owner):
         return
-    unknown = sorted(set(uses) - _names(code))
+    unknown = sorted(set(used_names) - _names_in(code))
     if unknown:
-        raise _missing(owner, f"a {_target(owner, name)} that does not know {', '.join(unknown)}", why)
+        raise _missing(owner, f"a {_dotted_name(owner, name)} that does not know {', '.join(unknown)}", why)
 
 
 def library(owner: Any) -> str:
-    """The library that a module, class or function is from, with its version: "transformers 5.24.0"."""
+    """The library that a module, class or function belongs to, with its version: "transformers 5.24.0"."""
     package = _package(owner)
     try:
         return f"{package} {metadata.version(package.replace('_', '-'))}"
@@ -111,44 +114,8 @@ def library(owner: Any) -> str:
         return package
 
 
-def _target(owner: Any, name: str) -> str:
-    return f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-
-
-def _package(owner: Any) -> str:
-    return (getattr(owner, "__module__", None) or owner.__name__).partition(".")[0]
-
-
-def _names(code: CodeType) -> set[str]:
-    """What code names: attributes, globals, arguments, keywords, and all of this in functions inside of it."""
-    found = {*code.co_names, *code.co_varnames, *code.co_freevars}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names(constant)
-        elif isinstance(constant, tuple):
-            found |= {each for each in constant if isinstance(each, str)}
-        elif isinstance(constant, str):
-            found.add(constant)
-    return found
-
-
-def _missing(owner: Any, what: str, why: str) -> MissingTargetError:
-    return MissingTargetError(
-        f"{library(owner)} has {what}, which ds_cp takes the place of or relies on ({why}): without it a run with "
-        f'"context_parallel" would go wrong without saying so. {_advice(_package(owner))} Nothing was started.'
-    )
-
-
-def _advice(package: str) -> str:
-    from ds_cp.patches import versions
-
-    tested = versions.ranges(versions.TESTED).get(package.replace("_", "-"))
-    versions_that = f"Versions that ds_cp was run with: {package} {tested}." if tested else ""
-    return f"{versions_that} Install one of them, or take the key out.".strip()
-
-
 def disabled() -> bool:
-    """True when the user switched ds_cp off; said loudly, because the key would then be ignored."""
+    """Whether the user has switched ds_cp off. Warns, because the key in the config is then ignored."""
     if os.environ.get(OFF_SWITCH, "") in ("", "0"):
         return False
     warnings.warn(
@@ -160,7 +127,7 @@ def disabled() -> bool:
 
 
 def on_import(name: str) -> None:
-    """Called right after a module that reads DeepSpeed configs, or a launcher's, was imported."""
+    """Patch a module that reads DeepSpeed configs or accelerate's launch config. Called right after its import."""
     if name == "deepspeed.runtime.config":
         import_module("ds_cp.patches.deepspeed").watch_config()
     elif name == "accelerate.utils.deepspeed":
@@ -170,11 +137,11 @@ def on_import(name: str) -> None:
 
 
 def install() -> None:
-    """Install every patch; called when a key with size > 1 was read. Doing it again changes nothing.
+    """Install every patch. Called when a key with size > 1 was read; a second call changes nothing.
 
     Raises:
-        ConfigError: a version that is known not to work.
-        MissingTargetError: an installed library is not as ds_cp knows it; no patch is left behind.
+        ConfigError: a library has a version that is known not to work.
+        MissingTargetError: a library lacks what a patch relies on. No patch stays in place.
     """
     from ds_cp.patches import versions
 
@@ -190,3 +157,39 @@ def install() -> None:
             package = (error.name or "").partition(".")[0]
             raise MissingTargetError(f"{error}. {_advice(package)} Nothing was started.") from error
         raise
+
+
+def _dotted_name(owner: Any, name: str) -> str:
+    return f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+
+
+def _package(owner: Any) -> str:
+    return (getattr(owner, "__module__", None) or owner.__name__).partition(".")[0]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that occur in code: attributes, globals, arguments, keywords, strings, and those of nested functions."""
+    names = {*code.co_names, *code.co_varnames, *code.co_freevars}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+        elif isinstance(constant, tuple):
+            names |= {item for item in constant if isinstance(item, str)}
+        elif isinstance(constant, str):
+            names.add(constant)
+    return names
+
+
+def _missing(owner: Any, what: str, why: str) -> MissingTargetError:
+    return MissingTargetError(
+        f"{library(owner)} has {what}, which ds_cp takes the place of or relies on ({why}): without it a run with "
+        f'"context_parallel" would go wrong without saying so. {_advice(_package(owner))} Nothing was started.'
+    )
+
+
+def _advice(package: str) -> str:
+    from ds_cp.patches import versions
+
+    tested = versions.ranges(versions.TESTED).get(package.replace("_", "-"))
+    tested_text = f"Versions that ds_cp was run with: {package} {tested}." if tested else ""
+    return f"{tested_text} Install one of them, or take the key out.".strip()

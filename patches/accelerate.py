@@ -1,4 +1,4 @@
-"""accelerate: the key where its DeepSpeed config is read, and data loaders by data-parallel rank."""
+"""accelerate: reads the key in its DeepSpeed config, and loads data and counts metrics by data-parallel rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ds_cp import patches
 from ds_cp.patches import data_parallel
 from ds_cp.patches.deepspeed import refuse_features
 
+# ---- the size, and views of accelerate's objects -----------------------------------------------------------------
+
 
 def cp_size_of_accelerator() -> int:
-    """Ranks per sequence of the DeepSpeed plugin that accelerate runs with; 1 without one, or without the key."""
+    """Ranks per sequence under the DeepSpeed plugin that accelerate runs with; 1 without a plugin or without the key."""
     from accelerate.state import AcceleratorState
 
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
@@ -23,78 +25,95 @@ def cp_size_of_accelerator() -> int:
 
 
 class AcceleratorView(data_parallel.WorkerView):
-    """An ``Accelerator`` whose processes are the groups."""
+    """An ``Accelerator`` whose processes are the data-parallel workers."""
 
-    def __init__(self, whole: Any, size: int):
-        super().__init__(whole, size, "num_processes", "process_index")
+    def __init__(self, accelerator: Any, cp_size: int):
+        super().__init__(accelerator, cp_size, "num_processes", "process_index")
 
     def gather(self, tensor: Any) -> Any:
-        return first_of_each_group(self._whole.gather(tensor), self._size)
+        return first_of_each_group(self._wrapped.gather(tensor), self._cp_size)
 
     def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
-        reduced = self._whole.reduce(tensor, reduction, scale)
-        return reduced / self._size if reduction == "sum" else reduced
+        reduced = self._wrapped.reduce(tensor, reduction, scale)
+        return reduced / self._cp_size if reduction == "sum" else reduced
 
 
-def first_of_each_group(gathered: Any, size: int) -> Any:
-    """What was gathered over the world, [world * n, ...] in tensors, lists and dicts, without what groups hold twice."""
+def first_of_each_group(gathered: Any, cp_size: int) -> Any:
+    """Keep the samples that each context-parallel group's first rank contributed to a gather over the world.
+
+    Args:
+        gathered: Tensors [world * n, ...], or lists and dicts of them.
+    """
     from accelerate.state import PartialState
     from accelerate.utils import recursively_apply
 
     world = PartialState().num_processes
     if world == 1:
-        return gathered  # accelerate gathers from nobody
-    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::size].flatten(0, 1), gathered)
+        return gathered  # accelerate has not gathered
+    return recursively_apply(lambda tensor: tensor.unflatten(0, (world, -1))[::cp_size].flatten(0, 1), gathered)
+
+
+# ---- configs -----------------------------------------------------------------------------------------------------
 
 
 def watch_config() -> None:
-    """Read the key in ``HfDeepSpeedConfig``, which Trainer, accelerate and ``zero.Init`` users build first of all."""
+    """Read the key in ``HfDeepSpeedConfig``, which Trainer, accelerate and users of ``zero.Init`` build first."""
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __init__(self, config_file_or_dict):
-            original(self, config_file_or_dict)
-            data_parallel.refuse_unread_key(self.config)
-            requested = data_parallel.active_config(self.config)
-            if key.KEY in self.config and not patches.disabled():
-                key.normalise(self.config, data_parallel.world_size())
-            if requested is None:
-                return
-            refuse_features(self.config)
-            patches.install()
-            if self.config.get("train_batch_size") == "auto":
-                # whoever fills it multiplies by the world; DeepSpeed itself derives it from the other two, by dp
-                del self.config["train_batch_size"]
-
-        return __init__
-
-    patches.replace(HfDeepSpeedConfig, "__init__", make, "reads the key before anything is built from the config")
+    why = "reads the key before anything is built from the config"
+    patches.replace(HfDeepSpeedConfig, "__init__", _read_key, why)
 
 
 def watch_launcher() -> None:
-    """Refuse the key among the fields of ``accelerate launch``, which hands on only those that it knows."""
+    """Refuse the key in ``accelerate launch``'s own config, which passes on only the DeepSpeed fields that it knows."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __post_init__(self):
-            original(self)
-            found = key.unread_key(self.deepspeed_config, read_here=())
-            if found and not patches.disabled():
-                raise key.ConfigError(
-                    f'"{found}" under deepspeed_config in accelerate\'s own config is not handed on to the processes, so no '
-                    f'sequence would be shared, without a word. Put "{key.KEY}" into a DeepSpeed JSON, with the other DeepSpeed '
-                    "settings, and name that file there as deepspeed_config_file. Nothing was started."
-                )
+    why = "the key where nobody would read it"
+    patches.replace(ClusterConfig, "__post_init__", _refuse_key_in_launch_config, why, "deepspeed_config")
 
-        return __post_init__
 
-    patches.replace(ClusterConfig, "__post_init__", make, "the key where nobody would read it", "deepspeed_config")
+def _read_key(original: Callable) -> Callable:
+    """``HfDeepSpeedConfig.__init__``: check the key, write its explicit form into the config, install all patches."""
+
+    @functools.wraps(original)
+    def __init__(self, config_file_or_dict):
+        original(self, config_file_or_dict)
+        data_parallel.refuse_unread_key(self.config)
+        requested = data_parallel.active_config(self.config)
+        if key.KEY in self.config and not patches.disabled():
+            key.normalise(self.config, data_parallel.world_size())
+        if requested is None:
+            return
+        refuse_features(self.config)
+        patches.install()
+        if self.config.get("train_batch_size") == "auto":
+            # Trainer and accelerate would fill it in by the world size; DeepSpeed derives it from the micro batch and
+            # the accumulation steps, by the data-parallel size.
+            del self.config["train_batch_size"]
+
+    return __init__
+
+
+def _refuse_key_in_launch_config(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __post_init__(self):
+        original(self)
+        name = key.unread_key(self.deepspeed_config, read_here=())
+        if name and not patches.disabled():
+            raise key.ConfigError(
+                f'"{name}" under deepspeed_config in accelerate\'s own config is not handed on to the processes, so no '
+                f'sequence would be shared, without a word. Put "{key.KEY}" into a DeepSpeed JSON, with the other DeepSpeed '
+                "settings, and name that file there as deepspeed_config_file. Nothing was started."
+            )
+
+    return __post_init__
+
+
+# ---- what a run with the key patches -----------------------------------------------------------------------------
 
 
 def install() -> None:
-    """Give all ranks of a group the same batches."""
+    """Refuse combinations that would ignore the key, and count batches, samples and steps by data-parallel worker."""
     import accelerate.accelerator as module
     from accelerate import scheduler
     from accelerate.data_loader import DataLoaderDispatcher
@@ -102,33 +121,37 @@ def install() -> None:
     from accelerate.state import AcceleratorState
 
     patches.require(AcceleratorState, "deepspeed_plugin", "the key is found in its config")
-    patches.replace(AcceleratorState, "__init__", _not_without_deepspeed, "a key that nobody obeys", "deepspeed_plugin")
-    patches.replace(
-        ParallelismConfig, "get_device_mesh", _one_way_only, "two ways to share a sequence exclude each other"
-    )
+    why = "a key that nobody obeys"
+    patches.replace(AcceleratorState, "__init__", _refuse_run_without_deepspeed, why, "deepspeed_plugin")
+    why = "two ways to share a sequence exclude each other"
+    patches.replace(ParallelismConfig, "get_device_mesh", _refuse_other_parallelism, why)
+
     why = "all ranks of a group read the same batches"
-    patches.replace(module, "prepare_data_loader", _by_data_parallel_rank, why, "num_processes", "process_index")
+    patches.replace(module, "prepare_data_loader", _load_by_dp_rank, why, "num_processes", "process_index")
     patches.require(module.Accelerator, "prepare_data_loader", why, "prepare_data_loader")
-    patches.replace(DataLoaderDispatcher, "__init__", _dispatch_by_group, why, "state", "slice_fn")
+    patches.replace(DataLoaderDispatcher, "__init__", _dispatch_by_dp_rank, why, "state", "slice_fn")
+
     why = "metrics count each group's samples once"
-    patches.replace(module.Accelerator, "gather_for_metrics", _one_per_group, why, "gather", "use_gather_object")
+    patches.replace(
+        module.Accelerator, "gather_for_metrics", _gather_once_per_group, why, "gather", "use_gather_object"
+    )
+
     why = "a schedule is counted in batches, and a group reads one"
     patches.require(scheduler.AcceleratedScheduler, "step", why, "AcceleratorState", "num_processes")
-    patches.replace(scheduler, "AcceleratorState", _of_groups, why)
-    patches.replace(module.Accelerator, "_prepare_deepspeed", _dummy_by_group, why, "total_num_steps", "num_processes")
+    patches.replace(scheduler, "AcceleratorState", _step_by_workers, why)
+    names = "total_num_steps", "num_processes"
+    patches.replace(module.Accelerator, "_prepare_deepspeed", _size_dummy_scheduler_by_workers, why, *names)
 
 
-def _not_without_deepspeed(original: Callable) -> Callable:
-    """``Accelerator(cpu=True)`` leaves the DeepSpeed config alone that it was given."""
+def _refuse_run_without_deepspeed(original: Callable) -> Callable:
+    """``AcceleratorState.__init__``: ``Accelerator(cpu=True)`` ignores the DeepSpeed plugin that it gets."""
 
     @functools.wraps(original)
     def __init__(self, *args, deepspeed_plugin=None, **kwargs):
         original(self, *args, deepspeed_plugin=deepspeed_plugin, **kwargs)
         plugins = deepspeed_plugin.values() if isinstance(deepspeed_plugin, dict) else [deepspeed_plugin]
-        requested = any(
-            data_parallel.active_config(plugin.deepspeed_config) for plugin in plugins if plugin is not None
-        )
-        if requested and getattr(self, "deepspeed_plugin", None) is None:
+        has_key = any(data_parallel.active_config(plugin.deepspeed_config) for plugin in plugins if plugin is not None)
+        if has_key and getattr(self, "deepspeed_plugin", None) is None:
             raise key.ConfigError(
                 f'accelerate was given a DeepSpeed config with "{key.KEY}" and runs {self.distributed_type.value} instead of '
                 "DeepSpeed, as it does with Accelerator(cpu=True): no sequence would be shared and no ZeRO stage used, "
@@ -139,69 +162,15 @@ def _not_without_deepspeed(original: Callable) -> Callable:
     return __init__
 
 
-def _of_groups(original: Callable) -> Callable:
-    """What a prepared scheduler asks for the number of its steps per training step."""
-
-    def state():
-        whole, size = original(), cp_size_of_accelerator()
-        return whole if size == 1 else data_parallel.WorkerView(whole, size, "num_processes")
-
-    return state
-
-
-def _dummy_by_group(original: Callable) -> Callable:
-    """A ``DummyScheduler`` hands on its length over the number of ranks: over the number of groups here."""
-
-    @functools.wraps(original)
-    def _prepare_deepspeed(self, *args):
-        size = cp_size_of_accelerator()
-        if size > 1 and self.is_main_process and any(hasattr(each, "get_last_lr") for each in args):
-            warnings.warn(
-                f"ds_cp: accelerate steps this scheduler {data_parallel.dp_size(size)} times per training step, once per data-parallel "
-                "worker. Where a script multiplies its length by accelerator.num_processes, the number of ranks, let it "
-                "multiply by ds_cp.dp_size(config).",
-                stacklevel=3,
-            )
-        counted = [
-            each for each in args if size > 1 and getattr(each, "total_num_steps", None) and not self.split_batches
-        ]
-        for each in counted:
-            each.total_num_steps *= size
-        try:
-            return original(self, *args)
-        finally:
-            for each in counted:
-                each.total_num_steps //= size
-
-    return _prepare_deepspeed
-
-
-def _by_data_parallel_rank(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
-        size = cp_size_of_accelerator()
-        if size > 1:
-            # torch's numbers: on a CPU without `cpu=True` accelerate takes each rank for the only one
-            num_processes = data_parallel.dp_size(size)
-            process_index = data_parallel.dp_rank(size)
-            _seed_workers_by(dataloader, process_index)
-        return original(dataloader, device, num_processes, process_index, **kwargs)
-
-    return prepare_data_loader
-
-
-def _one_way_only(original: Callable) -> Callable:
+def _refuse_other_parallelism(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_device_mesh(self, *args, **kwargs):
-        size = cp_size_of_accelerator()
-        requested = {
-            name: getattr(self, name, 1) for name in ("cp_size", "sp_size", "tp_size")
-        }  # accelerate 1.10 has no sp_size
-        given = {name: value for name, value in requested.items() if value > 1}
-        if size > 1 and given:
-            listed = " and ".join(f"{name} = {value}" for name, value in given.items())
+        cp_size = cp_size_of_accelerator()
+        sizes = {name: getattr(self, name, 1) for name in ("cp_size", "sp_size", "tp_size")}  # 1.10 has no sp_size
+        others = " and ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
+        if cp_size > 1 and others:
             raise key.ConfigError(
-                f'"context_parallel" (size {size}) in the DeepSpeed config and {listed} in accelerate\'s ParallelismConfig both '
+                f'"context_parallel" (size {cp_size}) in the DeepSpeed config and {others} in accelerate\'s ParallelismConfig both '
                 "share the work of one batch: the sequence would be cut twice, or batches sent to the wrong ranks. Leave one "
                 "of the two out (the settings PARALLELISM_CONFIG_* of the environment count too). Nothing was started."
             )
@@ -210,38 +179,64 @@ def _one_way_only(original: Callable) -> Callable:
     return get_device_mesh
 
 
-def _dispatch_by_group(original: Callable) -> Callable:
+def _load_by_dp_rank(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def prepare_data_loader(dataloader, device=None, num_processes=None, process_index=None, **kwargs):
+        cp_size = cp_size_of_accelerator()
+        if cp_size > 1:
+            # From torch.distributed: on CPUs without `cpu=True` accelerate believes that each rank is the only one.
+            num_processes = data_parallel.dp_size(cp_size)
+            process_index = data_parallel.dp_rank(cp_size)
+            _seed_loader_workers(dataloader, process_index)
+        return original(dataloader, device, num_processes, process_index, **kwargs)
+
+    return prepare_data_loader
+
+
+def _seed_loader_workers(dataloader: Any, dp_rank: int) -> None:
+    """Seed a loader's worker processes by data-parallel rank, where Trainer seeds them by rank.
+
+    Collators that draw random numbers must produce the same batch on all ranks of a group.
+    """
+    seed = dataloader.worker_init_fn
+    if isinstance(seed, functools.partial) and "rank" in seed.keywords:
+        dataloader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": dp_rank})
+
+
+def _dispatch_by_dp_rank(original: Callable) -> Callable:
+    """``DataLoaderDispatcher.__init__``: rank 0 of the world reads, and sends one part of a batch to each group."""
+
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        size = cp_size_of_accelerator()
-        if size == 1:
+        cp_size = cp_size_of_accelerator()
+        if cp_size == 1:
             return
-        # its rank stays the world's: rank 0 of the world reads, for as many receivers as there are groups
-        self.state, cut = data_parallel.WorkerView(self.state, size, "num_processes"), self.slice_fn
+        # only num_processes: the rank stays the world's, because one rank of the world reads for all
+        self.state, slice_by_worker = data_parallel.WorkerView(self.state, cp_size, "num_processes"), self.slice_fn
 
         def slice_fn(batch, part, process_index=None, num_processes=None):
-            group = process_index // size
-            if part.start:  # this rank's part, by its rank in the world; what starts at 0 is equal for all, or rank 0's
+            dp_rank = process_index // cp_size
+            if part.start:  # computed from the rank in the world; a part that starts at 0 is rank 0's, or equal for all
                 length = part.stop - part.start
-                part = slice(group * length, (group + 1) * length)
-            return cut(batch, part, process_index=group, num_processes=num_processes)
+                part = slice(dp_rank * length, (dp_rank + 1) * length)
+            return slice_by_worker(batch, part, process_index=dp_rank, num_processes=num_processes)
 
         self.slice_fn = slice_fn
 
     return __init__
 
 
-def _one_per_group(original: Callable) -> Callable:
+def _gather_once_per_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        size = cp_size_of_accelerator()
-        if size == 1:
+        cp_size = cp_size_of_accelerator()
+        if cp_size == 1:
             return original(self, input_data, use_gather_object)
-        use_gather_object = use_gather_object or not _all_tensors(input_data)  # as accelerate decides
-        if use_gather_object and self.process_index % size:
+        use_gather_object = use_gather_object or not _holds_only_tensors(input_data)  # accelerate's own condition
+        if use_gather_object and self.process_index % cp_size:
             input_data = type(input_data)()
-        self.gather = lambda data: first_of_each_group(type(self).gather(self, data), size)
+        self.gather = lambda data: first_of_each_group(type(self).gather(self, data), cp_size)
         try:
             return original(self, input_data, use_gather_object)
         finally:
@@ -250,7 +245,7 @@ def _one_per_group(original: Callable) -> Callable:
     return gather_for_metrics
 
 
-def _all_tensors(data: Any) -> bool:
+def _holds_only_tensors(data: Any) -> bool:
     from accelerate.utils import recursively_apply
 
     try:
@@ -260,8 +255,37 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def _seed_workers_by(dataloader: Any, dp_rank: int) -> None:
-    """Random collators must agree inside a group: Trainer seeds loader workers by world rank."""
-    seed = dataloader.worker_init_fn
-    if isinstance(seed, functools.partial) and "rank" in seed.keywords:
-        dataloader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": dp_rank})
+def _step_by_workers(original: Callable) -> Callable:
+    """``AcceleratorState`` as a prepared scheduler sees it, which steps ``num_processes`` times per training step."""
+
+    def state():
+        whole_state, cp_size = original(), cp_size_of_accelerator()
+        return whole_state if cp_size == 1 else data_parallel.WorkerView(whole_state, cp_size, "num_processes")
+
+    return state
+
+
+def _size_dummy_scheduler_by_workers(original: Callable) -> Callable:
+    """``Accelerator._prepare_deepspeed``: it divides a ``DummyScheduler``'s length by the ranks; workers are wanted."""
+
+    @functools.wraps(original)
+    def _prepare_deepspeed(self, *args):
+        cp_size = cp_size_of_accelerator()
+        if cp_size > 1 and self.is_main_process and any(hasattr(arg, "get_last_lr") for arg in args):
+            warnings.warn(
+                f"ds_cp: accelerate steps this scheduler {data_parallel.dp_size(cp_size)} times per training step, once per data-parallel "
+                "worker. Where a script multiplies its length by accelerator.num_processes, the number of ranks, let it "
+                "multiply by ds_cp.dp_size(config).",
+                stacklevel=3,
+            )
+        is_sized_by_ranks = cp_size > 1 and not self.split_batches
+        dummies = [arg for arg in args if is_sized_by_ranks and getattr(arg, "total_num_steps", None)]
+        for dummy in dummies:
+            dummy.total_num_steps *= cp_size
+        try:
+            return original(self, *args)
+        finally:
+            for dummy in dummies:
+                dummy.total_num_steps //= cp_size
+
+    return _prepare_deepspeed

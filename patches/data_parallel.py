@@ -1,4 +1,8 @@
-"""The world counts groups: the ranks of a group read one batch, so whoever counts batches must see groups, not ranks."""
+"""Data-parallel sizes and ranks under the key: the ranks of a context-parallel group form one data-parallel worker.
+
+All ranks of a group read the same batch. Code of other libraries that sizes, samples or counts batches therefore has to
+see workers, not ranks: it gets a :class:`WorkerView` of its object, or the numbers from here.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,27 @@ import torch.distributed
 from ds_cp import config as key
 from ds_cp import patches
 
-_checked: dict[tuple[str, int], key.ContextParallelConfig | None] = {}
-"""Keys that were found right, by their text and the world: counters of other libraries ask on every step."""
+_checked_keys: dict[tuple[str, int], key.ContextParallelConfig | None] = {}
+"""Keys that have been checked, by their text and the world size, because other libraries' counters look them up on every
+step."""
 
 
 def world_size() -> int:
-    """Ranks of the job, also before the process group exists."""
+    """Number of ranks in the job, also before the process group exists."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def rank() -> int:
-    """This rank in the job, also before the process group exists."""
+    """This process's rank in the job, also before the process group exists."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", 0))
 
 
 def active_config(ds_config: Any) -> key.ContextParallelConfig | None:
-    """The checked key of a DeepSpeed config, if it asks for more than one rank per sequence.
+    """The checked key of a DeepSpeed config; None if it is absent, switched off, or has size 1.
 
     Raises:
         ConfigError: a wrong key, or a size that does not divide the world.
@@ -37,15 +42,15 @@ def active_config(ds_config: Any) -> key.ContextParallelConfig | None:
     value = key.raw_value(ds_config)
     if value is None or patches.disabled():
         return None
-    requested = repr(value), world_size()
-    if requested not in _checked:
-        _checked[requested] = key.normalise({key.KEY: value}, world_size())
-    found = _checked[requested]
-    return None if found is None or found.size == 1 else found
+    lookup = repr(value), world_size()
+    if lookup not in _checked_keys:
+        _checked_keys[lookup] = key.normalise({key.KEY: value}, world_size())
+    checked = _checked_keys[lookup]
+    return None if checked is None or checked.size == 1 else checked
 
 
 def refuse_unread_key(ds_config: Any) -> None:
-    """Raise where a DeepSpeed config, in any form, names the key so that nobody reads it.
+    """Refuse a DeepSpeed config, in any form, that has the key misspelt or in a place where nothing reads it.
 
     Raises:
         ConfigError: see :func:`ds_cp.config.refuse_unread_key`.
@@ -56,39 +61,42 @@ def refuse_unread_key(ds_config: Any) -> None:
 
 
 def cp_size_of_config(ds_config: Any) -> int:
-    """Ranks per sequence that a DeepSpeed config asks for; 1 without the key."""
-    requested = active_config(ds_config)
-    return requested.size if requested else 1
+    """Ranks per sequence under a DeepSpeed config; 1 without the key."""
+    config = active_config(ds_config)
+    if config is None:
+        return 1
+    assert isinstance(config.size, int), "normalise() fills the size"
+    return config.size
 
 
 def cp_size_of_arguments(args: Any) -> int:
-    """Ranks per sequence of TrainingArguments; 1 without a DeepSpeed config."""
+    """Ranks per sequence under TrainingArguments; 1 without a DeepSpeed config."""
     hf_config = getattr(args, "hf_deepspeed_config", None)
     return cp_size_of_config(hf_config.config) if hf_config is not None else 1
 
 
-def dp_size(size: int) -> int:
-    """How many groups of ``size`` ranks read different batches."""
-    return world_size() // size
+def dp_size(cp_size: int) -> int:
+    """Number of data-parallel workers: context-parallel groups, which read different batches."""
+    return world_size() // cp_size
 
 
-def dp_rank(size: int) -> int:
-    """Which of the groups this rank belongs to."""
-    return rank() // size
+def dp_rank(cp_size: int) -> int:
+    """Index of the context-parallel group that this rank belongs to."""
+    return rank() // cp_size
 
 
 class WorkerView:
-    """Another library's object as seen by what counts batches: its numbers of ranks are numbers of groups.
+    """Another library's object, as code that counts batches must see it: with workers in place of ranks.
 
     Args:
-        whole: the object, TrainingArguments or an accelerator say. Everything else is answered by it.
-        size: ranks of a group.
-        counts: the attributes that count ranks or name one.
+        wrapped: The object, for example TrainingArguments or an accelerator. It answers for every other attribute.
+        cp_size: Ranks per context-parallel group.
+        rank_attributes: Names of the attributes that hold a number of ranks, or a rank; they are divided by ``cp_size``.
     """
 
-    def __init__(self, whole: Any, size: int, *counts: str):
-        self._whole, self._size, self._counts = whole, size, counts
+    def __init__(self, wrapped: Any, cp_size: int, *rank_attributes: str):
+        self._wrapped, self._cp_size, self._rank_attributes = wrapped, cp_size, rank_attributes
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._whole, name)
-        return found // self._size if name in self._counts else found
+        value = getattr(self._wrapped, name)
+        return value // self._cp_size if name in self._rank_attributes else value

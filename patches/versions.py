@@ -1,7 +1,7 @@
-"""Which versions of other libraries ds_cp works with. setup.py declares them; the metadata of the installed ds_cp tells.
+"""Which versions of other libraries ds_cp works with: declared in pyproject.toml, read from the installed metadata.
 
-What pip insists on is refused where something else is installed all the same. What the extra ``tested`` lists has been run;
-outside of it a run gets one line.
+A version outside of the dependencies' ranges, which pip would not have installed, is refused. The extra ``tested`` lists
+the versions that the tests have been run with; any other version gets one warning.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ DISTRIBUTION, TESTED = "ds-cp", "tested"
 
 @cache
 def ranges(extra: str = "") -> dict[str, SpecifierSet]:
-    """What is declared without an extra, or by one alone: ranges by distribution. Empty where ds_cp is not installed."""
+    """Version ranges by distribution: those of the dependencies, or those of one extra alone.
+
+    Empty where ds_cp is not installed as a distribution.
+    """
     try:
         requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
         return {}
     return {
-        each.name: each.specifier
-        for each in requirements
-        if (each.marker.evaluate({"extra": extra}) if each.marker else not extra)
+        requirement.name: requirement.specifier
+        for requirement in requirements
+        if (requirement.marker.evaluate({"extra": extra}) if requirement.marker else not extra)
     }
 
 
 def outside(declared: dict[str, SpecifierSet]) -> dict[str, str]:
-    """What is installed, imported and outside of its range, by distribution: "5.12.0 (>=5.16)"."""
-    found = {}
+    """Imported libraries whose installed version is outside of its range: distribution to "5.12.0 (>=5.16)"."""
+    mismatches = {}
     for name, allowed in declared.items():
         if name.replace("-", "_") not in sys.modules:
             continue
@@ -44,12 +47,12 @@ def outside(declared: dict[str, SpecifierSet]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
         if not allowed.contains(version, prereleases=True):
-            found[name] = f"{version} ({allowed})"
-    return found
+            mismatches[name] = f"{version} ({allowed})"
+    return mismatches
 
 
 def check() -> None:
-    """Of what is imported by now: refuse versions that pip would refuse, and say of others that nobody has run ds_cp with them.
+    """Refuse imported libraries outside of the dependencies' ranges, and warn of versions that were never tested.
 
     Raises:
         ConfigError: names the library, its version and the range.
@@ -61,13 +64,13 @@ def check() -> None:
         )
     from ds_cp.patches import data_parallel
 
-    if (unseen := outside(ranges(TESTED))) and data_parallel.rank() == 0:
+    if (untested := outside(ranges(TESTED))) and data_parallel.rank() == 0:
         warnings.warn(
-            f"ds_cp has not been run with {_listed(unseen)}. Its table of exact model types was made with another version and "
+            f"ds_cp has not been run with {_listed(untested)}. Its table of exact model types was made with another version and "
             'proves nothing of this one: compare your model with "ds_cp verify MODEL" before you train.',
             stacklevel=2,
         )
 
 
-def _listed(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} {text}" for name, text in found.items())
+def _listed(mismatches: dict[str, str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in mismatches.items())
