@@ -1,5 +1,9 @@
-"""The world agrees on a plan before there is any group, and a group on each batch before any work is done: what is wrong
-on one rank fails all of them, with one message."""
+"""Agreement between ranks before any work is done.
+
+All ranks of the world agree on a plan before process groups are created, and the ranks of a context-parallel group agree on
+each batch. An error on one rank then raises the same message on all of them, where it would otherwise leave the other ranks
+waiting in a collective.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +20,39 @@ from ds_cp.mesh import Group
 from ds_cp.planner import Plan
 
 MODES = ("without labels", "with labels", "with a cache")
-"""What a call is: hidden states are gathered, stay local for a loss, or go with a cache."""
+"""Kinds of a forward pass: hidden states are gathered; they stay sharded and only the loss is computed; a KV cache is
+filled."""
 WITH_CACHE = MODES.index("with a cache")
 
 
 class BatchError(RuntimeError):
-    """A batch that cannot be shared exactly; raised on every rank of the group together."""
+    """A batch for which context parallelism would not be exact. Raised on all ranks of the context-parallel group."""
 
 
 def agree(control: Group, error: str | None, facts: tuple[int, int, int], digest: int, forward: int) -> None:
-    """Compare a small record over the group, so that a bad batch on one rank fails all ranks with one message.
+    """Compare a short record of the batch over the context-parallel group.
 
     Args:
-        control: the cp group on gloo; the record lives on the CPU, no device waits for it.
-        error: what is wrong with this rank's batch, if anything.
-        facts: B, S, and a place in :data:`MODES`.
-        digest: of the batch's content; 0 where contents are not compared.
-        forward: counts the forwards of this model, for the message.
+        control: Context-parallel group on gloo. The record stays on the CPU, so no rank synchronizes with its device.
+        error: Error message about this rank's batch, or None.
+        facts: B, S, and an index into :data:`MODES`.
+        digest: Digest of the batch's contents (:func:`digest_of`), 0 where contents are not compared.
+        forward: Index of the forward pass of this model, for the message.
 
     Raises:
-        BatchError: on every rank, if any rank has an error or the records differ.
+        BatchError: On all ranks, if any rank reports an error or the records differ.
     """
     record = torch.tensor([error is not None, *facts, digest], dtype=torch.int64)
     records = control.all_gather(record, f"agreement on the batch of forward {forward}")
     if records[:, 0].any():
         errors = control.all_gather_object(error, "agreement on an error")
-        first = next(i for i, message in enumerate(errors) if message)
-        where = "" if control.size == 1 else f" (found on rank {control.ranks[first]}, raised on all of its group)"
-        raise BatchError(errors[first] + where)
+        failed = next(index for index, message in enumerate(errors) if message)
+        where = "" if control.size == 1 else f" (found on rank {control.ranks[failed]}, raised on all of its group)"
+        raise BatchError(errors[failed] + where)
     if (records != records[0]).any():
         listed = ", ".join(
-            f"rank {rank}: {b} x {s} tokens, {MODES[mode]}, digest {d & 0xFFFF:04x}"
-            for rank, (_, b, s, mode, d) in zip(control.ranks, records.tolist())
+            f"rank {rank}: {batch} x {seq_len} tokens, {MODES[mode]}, digest {content & 0xFFFF:04x}"
+            for rank, (_, batch, seq_len, mode, content) in zip(control.ranks, records.tolist())
         )
         raise BatchError(
             f"the ranks of a context-parallel group got different batches in forward {forward} ({listed}). Each would have "
@@ -59,31 +64,32 @@ def agree(control: Group, error: str | None, facts: tuple[int, int, int], digest
 
 
 def agree_on_plan(plan: Plan | str, timeout: float) -> None:
-    """Compare the plans of all ranks of the world, before any group is made.
+    """Compare the plans of all ranks of the world, before any process group is created.
 
     Args:
-        plan: of this rank, or the sentence that says why it has none.
-        timeout: seconds.
+        plan: Plan of this rank, or the message that says why it has none.
+        timeout: Seconds to wait for the other ranks.
 
     Raises:
-        ConfigError: on every rank, if any rank has no plan or the plans differ.
-        GroupError: a rank did not come in time.
+        ConfigError: On all ranks, if any rank has no plan or the plans differ.
+        GroupError: A rank did not report its plan in time.
     """
-    facts = {} if isinstance(plan, str) else {name: value for name, value in vars(plan).items() if name != "reasons"}
-    told = mesh.gather_through_store(json.dumps([plan if isinstance(plan, str) else None, facts]), timeout)
-    records = [json.loads(record) for record in told]
+    problem = plan if isinstance(plan, str) else None
+    fields = {} if isinstance(plan, str) else {name: value for name, value in vars(plan).items() if name != "reasons"}
+    records = [json.loads(text) for text in mesh.gather_through_store(json.dumps([problem, fields]), timeout)]
     problems = [problem for problem, _ in records]
     if any(problems):
         rank = next(rank for rank, problem in enumerate(problems) if problem)
         raise ConfigError(problems[rank] + ("" if all(problems) else f" (found on rank {rank}, raised on all)"))
-    differs = [name for name in facts if any(other[name] != records[0][1][name] for _, other in records)]
-    if differs:
+    plans = [plan_fields for _, plan_fields in records]
+    differing = [name for name in fields if any(other[name] != plans[0][name] for other in plans)]
+    if differing:
         ranks: dict[str, list[int]] = {}
-        for rank, (_, other) in enumerate(records):
-            ranks.setdefault(", ".join(f"{name} {other[name]}" for name in differs), []).append(rank)
+        for rank, other in enumerate(plans):
+            ranks.setdefault(", ".join(f"{name} {other[name]}" for name in differing), []).append(rank)
         listed = "; ".join(
-            f"rank {some[0]}" + (f" and {len(some) - 1} more" if some[1:] else "") + f": {decided}"
-            for decided, some in ranks.items()
+            f"rank {agreeing[0]}" + (f" and {len(agreeing) - 1} more" if agreeing[1:] else "") + f": {values}"
+            for values, agreeing in ranks.items()
         )
         raise ConfigError(
             f"the ranks decided differently how to share the model ({listed}): their groups would not fit together, and all "
@@ -93,12 +99,12 @@ def agree_on_plan(plan: Plan | str, timeout: float) -> None:
 
 
 def digest_of(values: Sequence[torch.Tensor | np.ndarray | None]) -> int:
-    """A 62-bit digest of the contents of integer tensors and arrays (ids, positions, masks, labels, documents)."""
+    """62-bit digest of integer tensors and arrays (ids, positions, masks, labels, document ranges); floats are left out."""
     state = hashlib.blake2b(digest_size=8)
     for value in values:
         if isinstance(value, torch.Tensor):
             value = None if value.is_floating_point() else value.detach().cpu().numpy()
         if value is not None:
-            state.update(repr(value.shape).encode())  # or rows of other lengths could make up the same bytes
+            state.update(repr(value.shape).encode())  # the bytes alone would not tell [2, 3] from [3, 2]
             state.update(np.ascontiguousarray(value).tobytes())
     return int.from_bytes(state.digest(), "little") >> 2

@@ -1,7 +1,7 @@
-"""The JSON key ``context_parallel``: its schema and its errors, nothing else.
+"""The config entry ``context_parallel``: its schema and its error messages.
 
-The key lives inside the user's DeepSpeed config. :func:`read` checks it and :func:`normalise` writes the checked
-form back, without any ``"auto"``: other readers of the same dict (accelerate) refuse autos that they cannot fill.
+The entry is part of the user's DeepSpeed config. :func:`read` checks it, and :func:`normalise` writes the checked form back
+without any ``"auto"``, because other readers of the same dict (accelerate) refuse an ``"auto"`` that they cannot fill in.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import re
-from typing import Any, Literal, Mapping
+from typing import Any, Iterable, Literal, Mapping, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
@@ -20,60 +20,132 @@ KEY = "context_parallel"
 Auto = Literal["auto"]
 Switch = Literal["auto", True, False]
 
-WHOLE_NUMBERS: dict[str, tuple] = {"size": ("auto",), "ulysses_size": ("auto",), "offload_kv": ("auto", True, False)}
-"""Keys that take a whole number, and what else they take."""
+WHOLE_NUMBERS: dict[str, tuple[str | bool, ...]] = {
+    "size": ("auto",),
+    "ulysses_size": ("auto",),
+    "offload_kv": ("auto", True, False),
+}
+"""Fields that take a whole number, and the other values that each of them takes."""
 
 
 class ConfigError(ValueError):
-    """A wrong ``context_parallel`` key; raised before ds_cp makes a group."""
+    """An invalid config entry ``context_parallel``. Raised before ds_cp creates a process group."""
 
 
 class ContextParallelConfig(BaseModel):
-    """The value of the JSON key. Every default is the first value of the README's table."""
+    """The value of the config entry. Each default is the first value of the README's table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: int | Auto = Field("auto", description="ranks that share one sequence")
-    method: Literal["auto", "ulysses", "ring", "hybrid", "allgather"] = "auto"
-    ulysses_size: int | Auto = Field("auto", description="hybrid: ulysses x ring = size")
-    layout: Literal["auto", "zigzag", "contiguous", "balanced"] = "auto"
+    size: int | Auto = Field(
+        "auto",
+        description="Number of ranks that share one sequence. It must divide the number of ranks in the job. "
+        '"auto" uses all ranks.',
+    )
+    method: Literal["auto", "ulysses", "ring", "hybrid", "allgather"] = Field(
+        "auto",
+        description="How queries meet the keys and values of other ranks. "
+        '"ulysses" exchanges tokens for heads with an all-to-all before and after attention. '
+        '"ring" sends keys and values from rank to rank while attention is computed, only the rows that a rank needs. '
+        '"hybrid" runs ulysses over neighbouring ranks and a ring over the rest. '
+        '"allgather" sends the same rows as "ring", all at once instead of step by step. '
+        '"auto" chooses "ulysses" where the heads divide evenly by size and the ranks lie inside one node, otherwise '
+        '"hybrid" with the largest ulysses_size that fits heads and node, otherwise "ring".',
+    )
+    ulysses_size: int | Auto = Field(
+        "auto",
+        description='Number of neighbouring ranks that split the heads, for the method "hybrid"; size must be a multiple '
+        'of it, and the ring has size / ulysses_size ranks. "auto" chooses the largest number that fits heads and node.',
+    )
+    layout: Literal["auto", "zigzag", "contiguous", "balanced"] = Field(
+        "auto",
+        description="Which tokens each rank of the ring holds. "
+        '"zigzag" gives rank r the chunks r and 2R-1-r of 2R equal chunks, which balances causal attention. '
+        '"contiguous" gives each rank one range of tokens. '
+        '"balanced" is computed for each batch from its documents: each rank holds equally many tokens and computes nearly '
+        "equally many query-key pairs. "
+        '"auto" uses "zigzag" on a ring, and "balanced" for batches with packed documents where that saves attention work or '
+        'communication; without a ring it is "contiguous".',
+    )
     kernel: Literal["auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "torch", "reference"] = (
-        "auto"
+        Field(
+            "auto",
+            description="Kernel that computes one tile of attention. "
+            '"flash_attention_2", "flash_attention_3" and "flash_attention_4" are the FlashAttention packages of these versions. '
+            '"torch" is the FlashAttention inside torch. '
+            '"reference" is written in plain torch operations; it is slow and meant for comparisons. '
+            '"auto" chooses the best installed FlashAttention package that runs on the device, and "torch" where there is none.',
+        )
     )
-    checks: Literal["first_step", "every_step", "off"] = "first_step"
+    checks: Literal["first_step", "every_step", "off"] = Field(
+        "first_step",
+        description="When the contents of the batch (ids, positions, masks, labels) are compared between the ranks of a "
+        "context-parallel group: on the first forward pass of training and of evaluation, on every forward pass, or never. "
+        "Shapes are compared on every forward pass in any case.",
+    )
     timeout: float = Field(
-        600.0, gt=0, strict=True, allow_inf_nan=False, description="seconds a rank waits for its group before it fails"
+        600.0,
+        gt=0,
+        strict=True,
+        allow_inf_nan=False,
+        description="Seconds that a rank waits for the other ranks of its group before it raises an error.",
     )
-    unverified: Literal["refuse", "allow"] = "refuse"
-    tiled_loss: Switch = Field("auto", description="the loss in tiles of tokens, so that no rank holds [L, vocab]")
-    tiled_mlp: Switch = Field("auto", description="MLPs in tiles of tokens, recomputed in the backward pass")
-    offload_activations: Switch = Field("auto", description="what checkpointing keeps waits in host memory")
+    unverified: Literal["refuse", "allow"] = Field(
+        "refuse",
+        description="Whether model types run that were not compared with a single process, or failed that comparison. "
+        '"refuse" raises an error at start-up.',
+    )
+    tiled_loss: Switch = Field(
+        "auto",
+        description="Whether to compute the loss in chunks of tokens, so that no rank holds the logits of all its tokens. "
+        'Applies to losses that ds_cp knows. "auto" means true.',
+    )
+    tiled_mlp: Switch = Field(
+        "auto",
+        description="Whether to run the MLPs of decoder layers in chunks of tokens and to recompute them in the backward "
+        "pass, so that the activations of one chunk exist at a time. "
+        '"auto" does so for an MLP if one of its activations is larger than 256 MiB.',
+    )
+    offload_activations: Switch = Field(
+        "auto",
+        description="Whether to offload each checkpointed layer's input to pinned host memory until the backward pass. "
+        '"auto" means false.',
+    )
     offload_kv: StrictInt | Switch = Field(
-        "auto", description="layers in tiles of tokens, K and V in host memory; the number is a tile's tokens"
+        "auto",
+        description="Whether to run each decoder layer in chunks of tokens, with the keys and values of all tokens, and "
+        "their gradients, in pinned host memory. A whole number is the number of tokens per chunk, and of keys and values "
+        "that the device holds at a time; true means 8192. For the backward pass a layer saves its input and, unless "
+        "recompute_attention is true, its attention output, with or without gradient checkpointing. Recurrent layers run "
+        'as usual. "auto" means false.',
     )
-    recompute_attention: Literal[False, True] = Field(False, description="checkpointed layers compute attention twice")
+    recompute_attention: Literal[False, True] = Field(
+        False,
+        description="Whether checkpointed layers compute and communicate attention a second time in the backward pass. "
+        "False saves the attention output instead, one tensor of the size of the queries per layer.",
+    )
 
 
 def read(value: Any) -> ContextParallelConfig:
-    """Check the value of the key.
+    """Check the value of the config entry.
 
     Args:
-        value: what stands under ``"context_parallel"`` in the JSON.
+        value: Value of ``"context_parallel"`` in the JSON.
 
     Raises:
-        ConfigError: names the key, the value, what is allowed and the nearest spelling.
+        ConfigError: A field or its value is invalid. The message names the allowed values and the nearest spelling.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(
             f'"{KEY}" is {json.dumps(value, default=repr)}, but it must be an object such as {{"size": 8}}. '
             "Nothing was started."
         )
-    if strange := [name for name in value if not isinstance(name, str)]:
-        raise ConfigError(f'"{KEY}" has a key {strange[0]!r}, which is no name. Nothing was started.')
-    wrong = [name for name, words in WHOLE_NUMBERS.items() if not _is_number_or(words, value.get(name, "auto"))]
-    problems = [_bad_number(name, value[name]) for name in wrong]
+    if not_text := [name for name in value if not isinstance(name, str)]:
+        raise ConfigError(f'"{KEY}" has a key {not_text[0]!r}, which is no name. Nothing was started.')
+    invalid = [name for name, others in WHOLE_NUMBERS.items() if not _is_number_or(others, value.get(name, "auto"))]
+    problems = [_bad_number(name, value[name]) for name in invalid]
     try:
-        config = ContextParallelConfig(**{name: v for name, v in value.items() if name not in wrong})
+        config = ContextParallelConfig(**{name: v for name, v in value.items() if name not in invalid})
     except ValidationError as error:
         problems += [_explain(detail) for detail in error.errors()]
     if problems:
@@ -82,7 +154,7 @@ def read(value: Any) -> ContextParallelConfig:
 
 
 def load(ds_config: Any) -> Mapping[str, Any]:
-    """A DeepSpeed config given as dict, path, JSON or base64 text; empty when it is none of these."""
+    """Read a DeepSpeed config from a dict, a path, JSON text or base64 text. Anything else gives an empty mapping."""
     if isinstance(ds_config, Mapping):
         return ds_config
     if not isinstance(ds_config, (str, os.PathLike)):
@@ -92,7 +164,7 @@ def load(ds_config: Any) -> Mapping[str, Any]:
         with open(text, encoding="utf-8") as file:
             parsed = _parse(file.read())
         return parsed if isinstance(parsed, Mapping) else {}
-    for decode in (str, lambda t: base64.urlsafe_b64decode(t).decode("utf-8")):
+    for decode in (str, _decode_base64):
         try:
             parsed = _parse(decode(text))
         except ValueError:
@@ -103,15 +175,16 @@ def load(ds_config: Any) -> Mapping[str, Any]:
 
 
 def unread_key(config: Mapping[str, Any], read_here: tuple[str, ...] = (KEY,)) -> str | None:
-    """Where a config names the key so that nobody reads it: misspelt, or inside another object. Libraries pass over
-    names that they do not know, so the run would share nothing and say nothing.
+    """Find ``context_parallel`` where no code reads it: misspelt, or inside another object of the config.
+
+    Libraries ignore names that they do not know, so such a run would train without context parallelism and without a message.
 
     Args:
-        config: a whole DeepSpeed config, or the part of another library's config that is about DeepSpeed.
-        read_here: the names at its top under which the key is read.
+        config: A DeepSpeed config, or the part of another library's config that is about DeepSpeed.
+        read_here: Names at the top level of ``config`` that are read.
 
     Returns:
-        The dotted name, ``"zero_optimization.context_parallel"`` say, or None.
+        Dotted name of the entry, e.g. ``"zero_optimization.context_parallel"``, or None.
     """
     for name, value in config.items():
         if name in read_here:
@@ -124,23 +197,23 @@ def unread_key(config: Mapping[str, Any], read_here: tuple[str, ...] = (KEY,)) -
 
 
 def refuse_unread_key(config: Mapping[str, Any]) -> None:
-    """Raise where a DeepSpeed config asks for sharing under a name or at a place that nobody reads.
+    """Raise an error if a DeepSpeed config contains an entry that :func:`unread_key` finds.
 
     Raises:
-        ConfigError: names what was found, and where the key belongs.
+        ConfigError: The entry is misspelt or misplaced. The message says where it belongs.
     """
     if found := unread_key(config):
         raise ConfigError(
-            f'"{found}" in the DeepSpeed config is read by nobody, so no sequence would be shared, without a word. The key is '
+            f'"{found}" in the DeepSpeed config is read by nobody, so no sequence would be shared, without a message. The key is '
             f'"{KEY}", at the top of the config, as in {{"{KEY}": {{"size": 8}}}}. Nothing was started.'
         )
 
 
-def required_value(path: os.PathLike) -> Any:
-    """The raw value of the key in a DeepSpeed JSON that must have it.
+def required_value(path: os.PathLike[str]) -> Any:
+    """Unchecked value of ``context_parallel`` in a DeepSpeed JSON file that must contain it.
 
     Raises:
-        ConfigError: it cannot be read; the key is missing, misspelt or in a wrong place.
+        ConfigError: The file cannot be parsed, or the entry is missing, misspelt or misplaced.
     """
     try:
         ds_config = load(path)
@@ -153,25 +226,26 @@ def required_value(path: os.PathLike) -> Any:
 
 
 def raw_value(ds_config: Any) -> Any | None:
-    """The raw value of the key in a DeepSpeed config, in any of its forms; None when absent."""
+    """Unchecked value of ``context_parallel`` in a DeepSpeed config in any form that :func:`load` reads, or None."""
     return load(ds_config).get(KEY)
 
 
 def normalise(ds_config: dict[str, Any], world_size: int) -> ContextParallelConfig | None:
-    """Check the key inside ``ds_config`` and replace it, in place, by its explicit form.
+    """Check ``ds_config["context_parallel"]`` and replace it, in place, by a form without ``"auto"``.
 
-    Values that stay ``"auto"`` (they need the model) are left out: a missing value means auto here. A normalised
-    dict may be normalised again with the same result, so every reader on the way may call this.
+    ``size: "auto"`` becomes a number. Other fields whose value is ``"auto"`` need the model and are left out, which means
+    the same. The function is idempotent, so each reader of the dict may call it.
 
     Args:
-        ds_config: a whole DeepSpeed config.
-        world_size: ranks in the job; fills ``size: "auto"``.
+        ds_config: DeepSpeed config.
+        world_size: Number of ranks in the job.
 
     Returns:
-        The checked config, or None when the key is absent.
+        The checked config, or None if ``ds_config`` has no such entry.
 
     Raises:
-        ConfigError: see :func:`read`, and when ``size`` does not divide the world.
+        ConfigError: The entry is invalid (:func:`read`), ``size`` does not divide ``world_size``, or ``ulysses_size``
+            does not divide ``size``.
     """
     if KEY not in ds_config:
         return None
@@ -192,19 +266,25 @@ def normalise(ds_config: dict[str, Any], world_size: int) -> ContextParallelConf
             f"ulysses x ring = size. Legal values here: {legal}. Nothing was started."
         )
     config = config.model_copy(update={"size": size})
-    ds_config[KEY] = {name: v for name, v in config.model_dump().items() if v != "auto"}
+    ds_config[KEY] = {name: value for name, value in config.model_dump().items() if value != "auto"}
     return config
 
 
 def _resembles_the_key(name: str) -> bool:
-    """Whether a name means the key: "contextParallel", "contex_parallel". Names that DeepSpeed has, such as
-    "expert_parallel" (0.76), are further from it."""
-    letters, meant = (re.sub("[^a-z]", "", word.lower()) for word in (name, KEY))
-    return meant in letters or difflib.SequenceMatcher(None, letters, meant).ratio() > 0.83
+    """Whether a name is a spelling of ``context_parallel``, such as "contextParallel" or "contex_parallel".
+
+    The threshold separates typos from DeepSpeed's own names: "expert_parallel" has a ratio of 0.76.
+    """
+    letters, key_letters = (re.sub("[^a-z]", "", text.lower()) for text in (name, KEY))
+    return key_letters in letters or difflib.SequenceMatcher(None, letters, key_letters).ratio() > 0.83
+
+
+def _decode_base64(text: str) -> str:
+    return base64.urlsafe_b64decode(text).decode("utf-8")
 
 
 def _parse(text: str) -> Any:
-    """DeepSpeed reads its files with hjson (comments allowed); so do we, where it is installed."""
+    """Parse JSON with hjson if it is installed, as DeepSpeed does: it allows comments."""
     try:
         import hjson
     except ImportError:
@@ -212,19 +292,20 @@ def _parse(text: str) -> Any:
     return hjson.loads(text)
 
 
-def _is_number_or(words: tuple, value: Any) -> bool:
-    """Whether it is a whole number from 1 or one of the words; to Python True is 1."""
+def _is_number_or(others: tuple[str | bool, ...], value: Any) -> bool:
+    """Whether a value is a positive int or one of ``others``. Types are compared too, because ``True == 1`` in Python."""
     if type(value) is int:
         return value >= 1
-    return any(type(value) is type(word) and value == word for word in words)
+    return any(type(value) is type(other) and value == other for other in others)
 
 
 def _bad_number(name: str, value: Any) -> str:
-    words = ", ".join(map(json.dumps, WHOLE_NUMBERS[name]))
-    return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}; allowed: {words} or a whole number from 1.'
+    others = ", ".join(map(json.dumps, WHOLE_NUMBERS[name]))
+    return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}; allowed: {others} or a whole number from 1.'
 
 
 def _explain(detail: Mapping[str, Any]) -> str:
+    """Message for one of pydantic's errors."""
     name = str(detail["loc"][0])
     fields = ContextParallelConfig.model_fields
     if detail["type"] == "extra_forbidden":
@@ -232,13 +313,13 @@ def _explain(detail: Mapping[str, Any]) -> str:
         return f'"{KEY}.{name}" is not a key of ds_cp.{hint} Known keys: {", ".join(fields)}.'
     value = detail["input"]
     if detail["type"] == "literal_error":
-        allowed = fields[name].annotation.__args__
+        allowed = get_args(fields[name].annotation)
         listed = ", ".join(map(json.dumps, allowed))
         near = _nearest(str(value), [choice if isinstance(choice, str) else json.dumps(choice) for choice in allowed])
         return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}.{near} Allowed: {listed}.'
     return f'"{KEY}.{name}" is {json.dumps(value, default=repr)}: {detail["msg"].lower()}.'
 
 
-def _nearest(word: str, choices: Any) -> str:
-    close = difflib.get_close_matches(word, list(choices), n=1)
+def _nearest(text: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(text, list(choices), n=1)
     return f' Did you mean "{close[0]}"?' if close else ""

@@ -1,4 +1,4 @@
-"""The next-token loss of a shared sequence: one sum and one count over the group."""
+"""Next-token loss of a sharded sequence: each rank sums over its own tokens, and the total is divided by one count."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from ds_cp.region import Region
 
 
 def shift_left(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The label of each token's successor, [..., S] -> [..., S]; the last token has none. Done before sharding: a
-    shard's last token is followed by another rank's first."""
+    """Labels of the next tokens, ``[..., S] -> [..., S]``; the last token gets ``ignore_index``.
+
+    Call it before sharding: the token after the last one of a shard belongs to another rank.
+    """
     return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
 def cross_entropy_sum(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The summed cross entropy of some tokens, in fp32 or fp64.
+    """Cross entropy summed over tokens, in fp32 or fp64.
 
     Args:
         logits: [..., V].
-        targets: [...]; ``ignore_index`` does not count.
-        label_smoothing: the share of a token's loss that goes to the mean over the vocabulary.
+        targets: [...]; tokens whose target is ``ignore_index`` add nothing.
+        label_smoothing: Weight of the mean over the vocabulary in a token's loss.
 
     Returns:
         Scalar.
@@ -44,16 +46,16 @@ def mean_over_group(
     num_items: torch.Tensor | int | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """The sums of the group's ranks over one count, equal on every rank.
+    """Sum of the losses over the context-parallel group, divided by one count; equal on every rank.
 
     Args:
-        total: scalar, the losses of this rank's tokens.
-        targets: [B, S], whole on every rank.
-        num_items: what the sum is divided by; default: the targets that are not ignored. With none of them the loss is
-            NaN and each gradient zero, as in transformers: Trainer leaves NaN out of the means that it logs.
+        total: Scalar, sum of the losses of this rank's tokens.
+        targets: [B, S], replicated on every rank.
+        num_items: Divisor. Default: number of targets that are not ignored. If it is 0, the loss is NaN and all
+            gradients are 0, as in transformers, whose Trainer leaves NaN out of the means that it logs.
     """
     count = torch.as_tensor((targets != ignore_index).sum() if num_items is None else num_items, device=total.device)
-    nothing = count == 0
-    # 0 / 0 would hand a gradient of infinity to the tokens; cross entropy gives zero to those it ignores
-    mean = all_reduce(total, region.mesh.cp_group) / count.masked_fill(nothing, 1)
-    return mean.masked_fill(nothing, float("nan"))
+    is_empty = count == 0
+    # Dividing by 0 would give the tokens infinite gradients; cross entropy gives 0 to tokens that it ignores.
+    mean = all_reduce(total, region.mesh.cp_group) / count.masked_fill(is_empty, 1)
+    return mean.masked_fill(is_empty, float("nan"))

@@ -168,7 +168,7 @@ class _ChunkedLayer(torch.autograd.Function):
                 part, _ = layer.through(x[:, slice(*tokens)], tokens, host_kv)
                 out = x.new_empty((*x.shape[:2], *part.shape[2:]), dtype=part.dtype) if out is None else out
                 out[:, slice(*tokens)] = part
-        if not rng.same(before, rng.state()):
+        if rng.drawn_since(before):
             raise BatchError(
                 "a layer draws random numbers (dropout), and the backward pass, which runs it again, would draw others. Set "
                 'its dropout to 0, or take "context_parallel.offload_kv" out; dropout of attention probabilities is fine.'
