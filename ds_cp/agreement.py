@@ -16,7 +16,7 @@ import torch
 
 from ds_cp import mesh
 from ds_cp.config import KEY, ConfigError
-from ds_cp.mesh import Group
+from ds_cp.process_group import Group
 from ds_cp.planner import Plan
 
 MODES = ("without labels", "with labels", "with a cache")

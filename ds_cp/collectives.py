@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ds_cp.layout import Layout
-from ds_cp.mesh import Group
+from ds_cp.process_group import Group
 
 
 def gather_sequence(local: torch.Tensor, layout: Layout, group: Group, dim: int = 1) -> torch.Tensor:

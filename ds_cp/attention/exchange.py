@@ -14,7 +14,7 @@ import torch
 
 from ds_cp.layout import Run
 from ds_cp.mask.schedule import Step, count
-from ds_cp.mesh import Group, Pending
+from ds_cp.process_group import Group, Pending
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V, or their gradients: [B, h, n, d] and [B, h, n, dv]."""

@@ -21,7 +21,7 @@ from ds_cp.attention.exchange import Pair, as_heads, as_rows
 from ds_cp.attention.ulysses import HeadSharding, Tensors
 from ds_cp.layout import Run, slice_runs
 from ds_cp.mask.schedule import Step, Tile, count, intersect
-from ds_cp.mesh import Group
+from ds_cp.process_group import Group
 
 
 class HostRows:

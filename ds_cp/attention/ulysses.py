@@ -16,7 +16,7 @@ from typing import Protocol, Sequence
 
 import torch
 
-from ds_cp.mesh import Group
+from ds_cp.process_group import Group
 
 Tensors = Sequence[torch.Tensor]
 

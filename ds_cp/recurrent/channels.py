@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_cp.agreement import BatchError
 from ds_cp.layout import Layout
-from ds_cp.mesh import Group
+from ds_cp.process_group import Group
 from ds_cp.recurrent.per_document import PerDocument
 
 Range = tuple[int, int]

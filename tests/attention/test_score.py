@@ -16,7 +16,7 @@ from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band
 from ds_cp.mask.schedule import schedule
-from ds_cp.mesh import Group
+from ds_cp.process_group import Group
 from harness.attention import (
     Largest,
     assert_equal,

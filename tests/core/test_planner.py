@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_cp.config import ConfigError, read
-from ds_cp.mesh import GroupError
+from ds_cp.process_group import GroupError
 from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
 from harness import subject
 from harness.models import ModelSpec

@@ -61,7 +61,7 @@ ORDER = [  # a module imports those of its own line or of lines below
     ("ds_cp.region", "ds_cp.loss", "ds_cp.balance", "ds_cp.collectives", "ds_cp.recurrent", "ds_cp.chunked", "ds_cp.agreement", "ds_cp.planner"),
     ("ds_cp.attention",),
     ("ds_cp.mask",),
-    ("ds_cp.layout", "ds_cp.mesh", "ds_cp.config", "ds_cp.rng", "ds_cp.log", "ds_cp.profiling"),
+    ("ds_cp.layout", "ds_cp.mesh", "ds_cp.process_group", "ds_cp.config", "ds_cp.rng", "ds_cp.log", "ds_cp.profiling"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A group of ranks that are threads of one process: for tests without a backend and for benchmarks on one device.
 
-Only the way a message travels differs from :class:`ds_cp.mesh.Group`; schedules, exchanges and kernels are the same.
+Only the way a message travels differs from :class:`ds_cp.process_group.Group`; schedules, exchanges and kernels are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import torch
 
-from ds_cp.mesh import Group, GroupError, Pending
+from ds_cp.process_group import Group, GroupError, Pending
 
 
 class Mailroom:
