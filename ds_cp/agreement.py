@@ -16,8 +16,8 @@ import torch
 
 from ds_cp import mesh
 from ds_cp.config import KEY, ConfigError
-from ds_cp.process_group import Group
 from ds_cp.planner import Plan
+from ds_cp.process_group import Group
 
 MODES = ("without labels", "with labels", "with a cache")
 """Kinds of a forward pass: hidden states are gathered; they stay sharded and only the loss is computed; a KV cache is

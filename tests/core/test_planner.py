@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ds_cp.config import ConfigError, read
-from ds_cp.process_group import GroupError
 from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
+from ds_cp.process_group import GroupError
 from harness import subject
 from harness.models import ModelSpec
 from harness.workers import workers
