@@ -1,4 +1,4 @@
-"""The command ``ds_cp``: one file per verb."""
+"""The command line ``ds_cp``: ``plan``, ``verify``, ``doctor`` and ``bench``, each in a module of its name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 
 def app() -> typer.Typer:
-    """The command with its verbs."""
+    """Build the command with its subcommands."""
     import typer
 
     from ds_cp.cli import bench, doctor, plan, verify
 
-    made = typer.Typer(help="Context parallelism for DeepSpeed.", no_args_is_help=True, add_completion=False)
-    made.command("plan")(plan.plan)
-    made.command("verify")(verify.verify)
-    made.command("doctor")(doctor.doctor)
-    made.add_typer(bench.app(), name="bench")
-    return made
+    cli = typer.Typer(help="Context parallelism for DeepSpeed.", no_args_is_help=True, add_completion=False)
+    cli.command("plan")(plan.plan)
+    cli.command("verify")(verify.verify)
+    cli.command("doctor")(doctor.doctor)
+    cli.add_typer(bench.app(), name="bench")
+    return cli
 
 
 def main() -> None:

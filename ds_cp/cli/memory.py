@@ -1,6 +1,7 @@
-"""What a training step will hold on a rank: model states by ZeRO's formula, activations by running layers without data.
+"""Estimates of the memory of a training step: model states by the formulas of ZeRO, activations counted on the meta device.
 
-What layers hold is linear in their tokens, so two short runs without data (:mod:`.without_data`) tell it for any length.
+What a layer holds is linear in its number of tokens, so two short runs on the meta device (:mod:`.meta_model`) give it for
+any length.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from typing import Any, Mapping
 import torch
 
 from ds_cp.chunked import cross_entropy as chunked_loss
-from ds_cp.cli.without_data import WithoutData
+from ds_cp.cli.meta_model import MetaModel
 from ds_cp.layout import Layout
 from ds_cp.patches.transformers import structure
 from ds_cp.patches.transformers.memory import chunked_mlp
 from ds_cp.planner import Plan
 
-FEW = 4096
-"""Tokens that layers run on here, at least; where MLPs run in tiles, two of them."""
+MIN_TOKENS = 4096
+"""Smallest number of tokens of the shorter run on the meta device. Where MLPs run on chunks, it has at least two chunks."""
 
-SPANS = 5
-"""Hidden states per token that a layer in tiles holds at its peak, its input and output and their gradients among them
-(tests/test_offload_kv.py)."""
+HIDDEN_STATES_PER_TOKEN = 5
+"""Hidden states per token that a layer under ``offload_kv`` holds at its peak, among them its input and output and their
+gradients (tests/patches/transformers/memory/test_chunked_layers.py)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is trained, and how.
+    """A training job.
 
     Attributes:
-        config: of the text model.
-        plan: of the key.
-        zero: the section ``zero_optimization`` of the DeepSpeed config.
-        world: ranks.
-        dtype: that the model computes in.
-        rows: micro batch.
-        checkpointing: whether gradient checkpointing is on.
+        config: Config of the text model.
+        plan: Plan that follows from the config entry ``context_parallel``.
+        zero: Section ``zero_optimization`` of the DeepSpeed config.
+        world: Number of ranks.
+        dtype: Dtype of weights and activations.
+        rows: Number of sequences per forward (micro batch).
+        checkpointing: Whether gradient checkpointing is on.
     """
 
     config: Any
@@ -49,56 +50,77 @@ class Job:
     checkpointing: bool = True
 
     @property
-    def checkpoints(self) -> bool:
-        """Whether layers keep their input only; those in tiles do by themselves."""
+    def saves_inputs_only(self) -> bool:
+        """Whether a layer saves its input only; under ``offload_kv`` it does so without gradient checkpointing, too."""
         return self.checkpointing or bool(self.plan.offload_kv)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device, and in its host memory."""
+    """Memory of one rank in bytes.
 
-    states: float
-    buffers: float
-    kept: float
-    working: float
+    Attributes:
+        model_states: Weights, gradients and states of Adam on the device.
+        zero_buffers: Buckets of ZeRO and weights that ZeRO-3 has gathered.
+        saved: Activations of all layers that are saved for the backward pass.
+        largest_layer: What the largest layer holds in addition to that while it runs.
+        loss: What the loss holds while it runs.
+        host: Bytes in host memory; the other attributes are bytes on the device.
+    """
+
+    model_states: float
+    zero_buffers: float
+    saved: float
+    largest_layer: float
     loss: float
     host: float
 
     @property
     def total(self) -> float:
-        """Loss and layers take turns."""
-        return self.states + self.buffers + self.kept + max(self.working, self.loss)
+        """Peak on the device; the loss and the layers do not run at the same time."""
+        return self.model_states + self.zero_buffers + self.saved + max(self.largest_layer, self.loss)
 
 
 def estimate(job: Job, seq_len: int) -> Memory:
-    """Of a step on a sequence of S tokens. The allocator's gaps, NCCL's buffers and kernels' workspaces come on top.
+    """Estimate the memory of a step on sequences of ``seq_len`` tokens.
+
+    Does not count fragmentation in the allocator, buffers of NCCL and workspaces of kernels.
 
     Raises:
-        RuntimeError: a layer does not run without data (experts that are chosen by value).
+        RuntimeError: A layer does not run on the meta device, for example because its code reads values of a tensor.
     """
-    plan, item, model = job.plan, job.dtype.itemsize, _model(job)
+    plan, item_size, model = job.plan, job.dtype.itemsize, _meta_model(job)
     tokens = job.rows * Layout(seq_len, plan.ring, plan.ulysses, plan.layout).local_len
-    states, host = model_states(model.numbers, job.zero, job.world, item)
-    kept, working = _layers(job, tokens)
-    if plan.offload_activations and job.checkpoints:
-        host, kept = host + kept, 0.0
+    states, host = model_states(model.num_weights, job.zero, job.world, item_size)
+    saved, layer = _layers(job, tokens)
+    if plan.offload_activations and job.saves_inputs_only:
+        host, saved = host + saved, 0.0
     if plan.offload_kv:
-        _, working = _layers(job, min(tokens, plan.offload_kv))
-        working += SPANS * tokens * job.config.hidden_size * item
-        host += _keys_in_host(job, seq_len)
+        _, layer = _layers(job, min(tokens, plan.offload_kv))
+        layer += HIDDEN_STATES_PER_TOKEN * tokens * job.config.hidden_size * item_size
+        host += _host_kv(job, seq_len)
     return Memory(
-        states=states,
-        buffers=zero_buffers(model.numbers, job.config.hidden_size, job.zero, item),
-        kept=kept,
-        working=working,
-        loss=_loss(job, tokens, model.of_head),
+        model_states=states,
+        zero_buffers=zero_buffers(model.num_weights, job.config.hidden_size, job.zero, item_size),
+        saved=saved,
+        largest_layer=layer,
+        loss=_loss(job, tokens, model.num_lm_head_weights),
         host=host,
     )
 
 
 def longest(job: Job, budget: float, start: int) -> int:
-    """The longest sequence, in whole thousands of tokens, whose step stays within so many bytes; 0 if none does."""
+    """The longest sequence whose step needs at most ``budget`` bytes on the device, found by bisection.
+
+    Args:
+        job: The training job.
+        budget: Bytes of one device.
+        start: Number of tokens at which the search starts.
+
+    Returns:
+        A length in units of 1024 tokens per rank of the context-parallel group, one unit or 2 percent short at most; 0 if
+        no sequence fits.
+    """
     unit = 1024 * job.plan.size
 
     def fits(units: int) -> bool:
@@ -113,84 +135,99 @@ def longest(job: Job, budget: float, start: int) -> int:
     return low * unit
 
 
-def model_states(numbers: int, zero: Mapping[str, Any], world: int, item: int) -> tuple[float, float]:
-    """Weights, gradients and Adam's states of one rank in bytes, (on the device, in host memory).
+def model_states(num_weights: int, zero: Mapping[str, Any], world: int, item_size: int) -> tuple[float, float]:
+    """Bytes of weights, gradients and states of Adam on one rank: (on the device, in host memory).
 
-    ZeRO (Rajbhandari et al. 2020): with N ranks, stage 1 shares the optimizer's states, 2 the gradients too, 3 the
-    weights too. Ranks that share a sequence are data-parallel ranks to ZeRO, so N is the whole world.
+    With N ranks, ZeRO stage 1 shards the optimizer states over them, stage 2 the gradients too, and stage 3 the weights too
+    (Rajbhandari et al. 2020). For ZeRO the ranks of a context-parallel group are data-parallel ranks, so N is ``world``.
     """
     stage = int(zero.get("stage", 0))
-    weights, gradients, optimizer = numbers * item, numbers * item, numbers * (8 if item == 4 else 12)
+    weights: float = num_weights * item_size
+    gradients = weights
+    optimizer: float = num_weights * (8 if item_size == 4 else 12)
     optimizer /= world if stage >= 1 else 1
     gradients /= world if stage >= 2 else 1
     weights /= world if stage >= 3 else 1
     device, host = weights + gradients + optimizer, 0.0
-    if _is_away(zero, "offload_optimizer"):
-        away = optimizer + (gradients if stage >= 2 else 0)
-        device, host = device - away, host + away
-    if _is_away(zero, "offload_param"):
+    if _is_offloaded(zero, "offload_optimizer"):
+        offloaded = optimizer + (gradients if stage >= 2 else 0)
+        device, host = device - offloaded, host + offloaded
+    if _is_offloaded(zero, "offload_param"):
         device, host = device - weights, host + weights
     return device, host
 
 
-def zero_buffers(numbers: int, hidden: int, zero: Mapping[str, Any], item: int) -> float:
-    """What ZeRO gathers and reduces at a time, at most: buckets, and under stage 3 the weights that are whole."""
+def zero_buffers(num_weights: int, hidden_size: int, zero: Mapping[str, Any], item_size: int) -> float:
+    """Upper bound of the bytes of ZeRO's reduce buckets and, under stage 3, of the weights that it has gathered."""
 
     def size(name: str, default: float, auto: float) -> float:
         value = zero.get(name, default)
-        return min(numbers, auto if value == "auto" else float(value))
+        return min(num_weights, auto if value == "auto" else float(value))
 
     stage = int(zero.get("stage", 0))
-    buckets = size("reduce_bucket_size", 5e8, hidden * hidden) * (2 if zero.get("overlap_comm", stage == 3) else 1)
-    whole = size("stage3_max_live_parameters", 1e9, 1e9) if stage == 3 else 0
-    return (buckets * (stage > 0) + whole) * item
+    buckets = size("reduce_bucket_size", 5e8, hidden_size * hidden_size)
+    buckets *= 2 if zero.get("overlap_comm", stage == 3) else 1
+    gathered = size("stage3_max_live_parameters", 1e9, 1e9) if stage == 3 else 0
+    return (buckets * (stage > 0) + gathered) * item_size
 
 
-def _is_away(zero: Mapping[str, Any], name: str) -> bool:
-    return (zero.get(name) or {}).get("device", "none") != "none"
+def _is_offloaded(zero: Mapping[str, Any], section: str) -> bool:
+    device: str = (zero.get(section) or {}).get("device", "none")
+    return device != "none"
 
 
-def _keys_in_host(job: Job, seq_len: int) -> float:
-    """K and V of one layer, of all tokens at most, and their gradients in fp32."""
-    pairs, dims = structure.head_counts(job.config), structure.head_dims(job.config)
-    key_heads = max((keys for _, keys in pairs), default=0) / job.plan.ulysses
-    return job.rows * seq_len * key_heads * 2 * max(dims, default=0) * (job.dtype.itemsize + 4)
+def _host_kv(job: Job, seq_len: int) -> float:
+    """Upper bound of the host memory of ``offload_kv``: K and V of all tokens for one layer, and their gradients in fp32."""
+    head_counts, head_dims = structure.head_counts(job.config), structure.head_dims(job.config)
+    kv_heads = max((kv_heads for _, kv_heads in head_counts), default=0) / job.plan.ulysses
+    return job.rows * seq_len * kv_heads * 2 * max(head_dims, default=0) * (job.dtype.itemsize + 4)
 
 
-def _loss(job: Job, tokens: int, weights_of_head: int) -> float:
-    """Of the last hidden states and the logits, with what their gradients need."""
-    item, vocab = job.dtype.itemsize, weights_of_head // job.config.hidden_size
-    hidden = 2 * tokens * job.config.hidden_size * item
+def _loss(job: Job, tokens: int, num_lm_head_weights: int) -> float:
+    """Bytes of the last hidden states, of the logits, and of the gradients of both."""
+    item_size, hidden_size = job.dtype.itemsize, int(job.config.hidden_size)
+    vocab = num_lm_head_weights // hidden_size
+    hidden = 2 * tokens * hidden_size * item_size
     if not job.plan.tiled_loss:
-        return hidden + tokens * vocab * (2 * item + 2 * 4)  # logits in both precisions, and their gradients
-    tile = min(tokens * vocab * 4, chunked_loss.CHUNK_BYTES * chunked_loss.DEVICE_FACTOR)
-    return hidden + weights_of_head * 4 + 3 * tile
+        return hidden + tokens * vocab * (2 * item_size + 2 * 4)  # logits and their gradients, in the dtype and in fp32
+    chunk = min(tokens * vocab * 4, chunked_loss.CHUNK_BYTES * chunked_loss.DEVICE_FACTOR)
+    return hidden + num_lm_head_weights * 4 + 3 * chunk
 
 
 def _layers(job: Job, tokens: int) -> tuple[float, float]:
-    """(what all layers keep until their backward pass, what the largest one at work holds besides), bytes."""
-    item = job.dtype.itemsize
-    row = (getattr(job.config, "intermediate_size", None) or 0) * item
-    in_tiles = tokens * row > chunked_mlp.LARGE if job.plan.tiled_mlp is None else job.plan.tiled_mlp
-    few = max(FEW, 2 * chunked_mlp.TILE_BYTES // max(1, row)) if in_tiles else FEW
+    """Bytes of all layers on ``tokens`` local tokens.
+
+    Returns:
+        (bytes that all layers save for the backward pass, bytes that the largest layer holds in addition while it runs).
+    """
+    token_bytes = (getattr(job.config, "intermediate_size", None) or 0) * job.dtype.itemsize
+    chunked = job.plan.tiled_mlp
+    if chunked is None:
+        chunked = tokens * token_bytes > chunked_mlp.LARGE_BYTES
+    measured = max(MIN_TOKENS, 2 * chunked_mlp.CHUNK_BYTES // max(1, token_bytes)) if chunked else MIN_TOKENS
     total, largest = 0.0, 0.0
-    for index, count in _model(job).kinds:
-        kept, working = _layer(job, index, in_tiles, min(tokens, few))
-        if tokens > few:
-            more = _layer(job, index, in_tiles, 2 * few)
-            kept, working = (at + (then - at) / few * (tokens - few) for at, then in zip((kept, working), more))
-        total, largest = total + count * kept, max(largest, working)
+    for index, count in _meta_model(job).layer_kinds:
+        saved: float
+        layer: float
+        saved, layer = _layer(job, index, chunked, min(tokens, measured))
+        if tokens > measured:
+            saved_twice, layer_twice = _layer(job, index, chunked, 2 * measured)
+            steps = (tokens - measured) / measured
+            saved, layer = saved + (saved_twice - saved) * steps, layer + (layer_twice - layer) * steps
+        total, largest = total + count * saved, max(largest, layer)
     return total, largest
 
 
 @cache
-def _model(job: Job) -> WithoutData:
-    return WithoutData(job.config, job.dtype)
+def _meta_model(job: Job) -> MetaModel:
+    return MetaModel(job.config, job.dtype)
 
 
 @cache
-def _layer(job: Job, index: int, in_tiles: bool, tokens: int) -> tuple[int, int]:
-    """(kept, working) of one layer on few tokens."""
-    one, two = (_model(job).run(index, n, tokens, job.plan, job.checkpoints, in_tiles) for n in (1, 2))
-    kept = two[0] - one[0]
-    return kept, two[1] - 2 * kept
+def _layer(job: Job, index: int, chunked_mlps: bool, tokens: int) -> tuple[int, int]:
+    """(bytes saved, bytes held in addition while it runs) of one layer, from the difference between runs of one and of two layers."""
+    (saved_by_one, _), (saved_by_two, peak_of_two) = (
+        _meta_model(job).run(index, n, tokens, job.plan, job.saves_inputs_only, chunked_mlps) for n in (1, 2)
+    )
+    saved = saved_by_two - saved_by_one
+    return saved, peak_of_two - 2 * saved

@@ -1,4 +1,4 @@
-"""A few gloo ranks on this machine, for commands that compare or measure."""
+"""Run a function on several gloo ranks of this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch.multiprocessing as mp
 
 
 def run_on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``work(*args)`` on ``world`` new processes that form a gloo group, one thread each.
+    """Call ``work(*args)`` on ``world`` new processes that form a gloo group, with one thread each.
 
     Args:
-        work: a module-level function; what it returns must pickle.
+        world: Number of processes.
+        work: A module-level function whose result can be pickled.
 
     Returns:
-        The results by rank.
+        The results, in the order of the ranks.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank's error, with its traceback.
+        torch.multiprocessing.ProcessRaisedException: A rank raised an error; the message holds its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world, folder, work, args), nprocs=world, start_method="spawn")
+        mp.start_processes(_run_rank, (world, folder, work, args), nprocs=world, start_method="spawn")
         results = []
         for rank in range(world):
             with open(os.path.join(folder, f"result_{rank}"), "rb") as file:
@@ -33,7 +34,7 @@ def run_on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         return results
 
 
-def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: tuple) -> None:
+def _run_rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu",
@@ -41,9 +42,10 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: tu
     torch.set_num_threads(1)
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 20 s of compiling that nothing here uses
+    # Without this, DeepSpeed compiles a shared-memory operator for 20 s that the commands do not use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # start tables of tiny models
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # hides the tables of ds_cp at start
         result = work(*args)
     with open(os.path.join(folder, f"result_{rank}"), "wb") as file:
         pickle.dump(result, file)

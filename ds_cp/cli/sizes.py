@@ -1,13 +1,14 @@
-"""How configs spell their sizes, what these become in a tiny model, and what single types need besides. Data only."""
+"""Tables for :mod:`ds_cp.cli.shrink`: the names of sizes in the configs of transformers, their values in a tiny model, and
+exceptions by model type."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LAYERS, MOST_LAYERS = 2, 5
-HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 8, 2, 8, 128
+LAYERS, MAX_LAYERS = 2, 5
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8, 2, 8, 128
 
-SIZES: dict[str, int | float | None] = {
+SIZES: dict[str, int | float] = {
     # widths
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "attention_hidden_size"), HEADS * HEAD_DIM
@@ -48,9 +49,9 @@ SIZES: dict[str, int | float | None] = {
     "original_max_position_embeddings": 64,
     # masks
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention_window", "window_size"), 6),
-    # keys chosen by an indexer: fewer than a row has, with heads enough that scores seldom tie
+    # An indexer selects fewer keys than a row has; it has so many heads that scores are seldom equal.
     **{"index_topk": 7, "index_n_heads": 16, "index_head_dim": 16},
-    # recurrent layers: chunks shorter than a row
+    # Recurrent layers: their chunks are shorter than a row.
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
@@ -61,20 +62,21 @@ SIZES: dict[str, int | float | None] = {
     "initializer_range": 0.15,
     "num_kv_shared_layers": 0,
 }
+"""The value of each size in a tiny model, by its names in configs."""
 
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob",
+DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob",
             "resid_pdrop", "embd_pdrop", "dropout", "activation_dropout", "embedding_dropout", "layerdrop",
             "resid_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise", "embed_dropout", "classifier_dropout", "dropout_rate", "ffn_dropout")  # fmt: skip
 
-KEY_HEAD_NAMES = ("num_key_value_heads", "kv_n_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
+KV_HEAD_NAMES = ("num_key_value_heads", "kv_n_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
                   "num_global_key_value_heads")  # fmt: skip
 
-CAUSAL_PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
-"""The part of a type's config that its causal LM class takes, where that is not the whole."""
+CAUSAL_LM_CONFIGS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+"""By model type, the attribute of the config that its causal LM class expects instead of the config itself."""
 
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-NESTED = (
+TEXT_CONFIGS = (
     "text_config",
     "decoder",
     "encoder",
@@ -84,18 +86,18 @@ NESTED = (
     "attn_config",
     "ffn_config",
 )
+"""Nested configs of parts that process text: they are shrunk like the config itself."""
 
-TOWERS = ("vision_config", "audio_config")
-"""Parts that text does not use: less deep, as wide as they are."""
+ENCODER_CONFIGS = ("vision_config", "audio_config")
+"""Nested configs of image and audio encoders, which text does not use: they get fewer layers of the same width."""
 
 # fmt: off
-SPECIAL: dict[str, dict[str, Any]] = {
-    # what the general rules cannot know, by model type
+TINY_VALUES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "deepseek_v4": {
-        # windows of two lengths, and fewer entries chosen than a row has
+        # Two compression rates, and an indexer that selects less compressed KV than a row has.
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 5}, "index_topk": 3, "o_groups": 2,
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": 16},
@@ -119,15 +121,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "marian": {"decoder_vocab_size": VOCAB},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]},
-    "dbrx": {"attn_config": {"kv_n_heads": KEY_HEADS, "clip_qkv": 8.0, "rope_theta": 5e5}},
+    "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "zaya": {"num_experts_per_tok": 1},
     "bailing_hybrid": {"num_expert_group": 2},
     "minimax": {"block_size": 16},
-    # three blocks of four keys: fewer than a row has
-    "minimax_m3_vl_text": {"index_n_heads": KEY_HEADS, "index_block_size": 4, "index_topk_blocks": 3, "index_head_dim": 16},
+    # The indexer selects three blocks of four keys, fewer than a row has.
+    "minimax_m3_vl_text": {"index_n_heads": KV_HEADS, "index_block_size": 4, "index_topk_blocks": 3, "index_head_dim": 16},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HEADS * HEAD_DIM, "attention_window_size": 6},
     **{
-        # one layer of each kind; logarithmic scales that begin inside a row, and profiles shorter than it
+        # One layer of each kind. The logarithmic scale starts within a row, and the relative bias is shorter than a row.
         name: {
             "num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"], "swa_num_attention_heads": HEADS,
             "sliding_window_size": 6, "rel_extent": 11, "d_rel": 4, "log_scaling_n_floor": 5, "unpadded_vocab_size": VOCAB,
@@ -165,19 +167,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
 }
 # fmt: on
+"""By model type, values of a tiny config that :data:`SIZES` does not give, or gives wrong for this type."""
 
-
-ASSISTANT = {
+GEMMA4_ASSISTANT = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
     "enable_moe_block": False, "use_double_wide_mlp": False,
 }  # fmt: skip
-INDEXED = {
+QWEN4_INDEXER = {
     "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 4,
     "ple_layer_ids": [1], "eos_token_id": 2,
 }  # fmt: skip
 
-REAL: dict[str, dict[str, Any]] = {
-    # where transformers' default config is not what the type's checkpoints are
+CHECKPOINT_VALUES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "bamba": {"attn_layer_indices": [1, 9, 18, 27]},
@@ -188,23 +189,23 @@ REAL: dict[str, dict[str, Any]] = {
             name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")
         },
     },
-    # an assistant attends to the keys of the model that it assists, in all of its layers
+    # All layers of an assistant attend to the keys of the model that it assists.
     **{
-        f"{name}_assistant": {"text_config": {"model_type": f"{name}_text", **ASSISTANT}}
+        f"{name}_assistant": {"text_config": {"model_type": f"{name}_text", **GEMMA4_ASSISTANT}}
         for name in ("gemma4", "gemma4_unified")
     },
-    # what it leaves open
+    # The default config does not name its parts.
     **{
         name: {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
-        for name in CAUSAL_PART
+        for name in CAUSAL_LM_CONFIGS
     },
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 45,
         "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 45,
         "num_hidden_layers": 48,
     },
-    "qwen4_exp_text": INDEXED,
-    "qwen4_exp": {"text_config": INDEXED},
+    "qwen4_exp_text": QWEN4_INDEXER,
+    "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "nemotron": {"num_key_value_heads": 8},
@@ -214,3 +215,4 @@ REAL: dict[str, dict[str, Any]] = {
         for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
     },
 }
+"""By model type, values in which the checkpoints of the type differ from the default config of transformers."""

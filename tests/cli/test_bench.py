@@ -100,9 +100,9 @@ def test_live_storages_are_new_ones_that_somebody_holds():
         view, new = weight[:50], weight + 1
         gone = weight * 2
         del gone
-        assert storages.live() == 400
+        assert storages.live_bytes() == 400
         saved = (new.requires_grad_() ** 2).exp()  # the graph holds the square's base and the result, not the square
-        assert storages.live() == 800
+        assert storages.live_bytes() == 800
     assert view is not None and saved is not None
 
 

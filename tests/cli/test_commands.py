@@ -176,18 +176,19 @@ def test_a_real_checkpoint_with_nine_heads_is_exact(ranks, methods):
 
 
 def test_a_gradient_that_is_missing_or_wrong_is_an_error():
-    truth = compare.Truth(2.0, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
-    assert compare.errors(2.0, truth.gradients.items(), truth).worst == 0
-    assert compare.errors(2.0, [("a", torch.ones(4))], truth).by_parameter["b"] == math.inf
+    reference = compare.Reference(2.0, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+    assert compare.errors(2.0, reference.gradients.items(), reference).worst == 0
+    assert compare.errors(2.0, [("a", torch.ones(4))], reference).by_parameter["b"] == math.inf
     assert (
-        compare.errors(2.0, [("a", truth.gradients["a"]), ("b", torch.full((4,), math.nan))], truth).worst == math.inf
+        compare.errors(2.0, [("a", reference.gradients["a"]), ("b", torch.full((4,), math.nan))], reference).worst
+        == math.inf
     )
-    assert compare.errors(2.0, [("a", torch.ones(4) * 1.1), ("b", truth.gradients["b"])], truth).worst == pytest.approx(
-        0.1
-    )
-    assert compare.errors(2.1, truth.gradients.items(), truth).loss == pytest.approx(0.05)
-    unknown = [*truth.gradients.items(), ("c", torch.ones(4))]  # nothing came of it in one process
-    assert compare.errors(2.0, unknown, truth).by_parameter["c"] > 1
+    assert compare.errors(
+        2.0, [("a", torch.ones(4) * 1.1), ("b", reference.gradients["b"])], reference
+    ).worst == pytest.approx(0.1)
+    assert compare.errors(2.1, reference.gradients.items(), reference).loss == pytest.approx(0.05)
+    unknown = [*reference.gradients.items(), ("c", torch.ones(4))]  # nothing came of it in one process
+    assert compare.errors(2.0, unknown, reference).by_parameter["c"] > 1
 
 
 def test_bench_prints_ratios_and_counts_bytes(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_cp.cli import memory, without_data
+from ds_cp.cli import memory, meta_model
 from ds_cp.config import read
 from ds_cp.planner import ModelFacts, resolve
 from harness import models
@@ -56,7 +56,7 @@ def test_layers_hold_what_the_plan_promises(workers, method, checkpointing, more
     kind = "non-reentrant" if checkpointing else None
     real = workers(2).run(per_token, LLAMA, config, kind, (512, 1024))[0]
     few, many = (memory.estimate(job_of(config, checkpointing, 2), 2 * tokens) for tokens in (4096, 8192))
-    assert (many.kept + many.working - few.kept - few.working) / 4096 == pytest.approx(real, rel=0.1)
+    assert (many.saved + many.largest_layer - few.saved - few.largest_layer) / 4096 == pytest.approx(real, rel=0.1)
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not():
@@ -70,12 +70,12 @@ def test_each_kind_of_layer_is_counted_as_often_as_it_stands():
     """DeepSeek's first layers are dense, the others have experts."""
     from transformers import DeepseekV3Config
 
-    model = without_data.WithoutData(DeepseekV3Config(num_hidden_layers=5, first_k_dense_replace=3), torch.bfloat16)
-    assert model.kinds == [(0, 3), (3, 2)]
+    model = meta_model.MetaModel(DeepseekV3Config(num_hidden_layers=5, first_k_dense_replace=3), torch.bfloat16)
+    assert model.layer_kinds == [(0, 3), (3, 2)]
 
 
 def test_nothing_of_it_is_left_in_transformers():
     from transformers.modeling_utils import AttentionInterface
 
     memory.estimate(job_of({"size": 2, "method": "ring"}, True, 2), 4096)
-    assert without_data.STAND_IN not in AttentionInterface._global_mapping
+    assert meta_model.ATTENTION_NAME not in AttentionInterface._global_mapping

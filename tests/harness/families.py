@@ -95,7 +95,7 @@ def outcome(model_type):
         model = build(model_type)
         missing = missing_kinds(model_type, model)
         dense, packed = compare.causal_lm_batches(model, VOCAB)
-        truths = {"dense": compare.truth(model, dense, in_double)}
+        truths = {"dense": compare.reference(model, dense, in_double)}
     except Exception as error:  # not a fault of ds_cp: the tiny config does not build or run without it
         return Outcome(model_type, "not built", _first_line(error))
     if missing:
@@ -107,14 +107,14 @@ def outcome(model_type):
             ds_cp.context_parallel(shared, {"size": size, "method": method, "unverified": "allow", "timeout": 20})
             for batch in (dense, packed):
                 try:
-                    loss, gradients = compare.shared(shared, batch)
+                    loss, gradients = compare.context_parallel(shared, batch)
                 except BatchError as error:
                     if batch is dense or PACKED_REFUSED not in str(error):
                         raise
                     note = "; packed rows are refused"
                     continue
                 if batch.name not in truths:
-                    truths[batch.name] = compare.truth(model, batch, in_double)
+                    truths[batch.name] = compare.reference(model, batch, in_double)
                 error = compare.errors(loss, gradients, truths[batch.name]).worst
                 opened += 1
                 if shared_forwards(shared) < opened:
@@ -140,9 +140,9 @@ def _exact_in_double(model, method, batch, error):
         ds_cp.context_parallel(
             twin, {"size": torch.distributed.get_world_size(), "method": method, "unverified": "allow"}
         )
-        loss, gradients = compare.shared(twin, batch)
+        loss, gradients = compare.context_parallel(twin, batch)
         gradients = [*gradients]
-    own = compare.truth(model, batch, in_double)
+    own = compare.reference(model, batch, in_double)
     return compare.errors(loss, gradients, own).worst < 1e-9
 
 

@@ -19,6 +19,6 @@ def per_token(spec, config, checkpointing, lengths):
         model(**inputs).loss.backward()
         with PeakStorages() as storages:
             model(**inputs).loss.backward()
-        peaks.append(storages.most)
+        peaks.append(storages.peak_bytes)
     few, many = (length // config["size"] for length in lengths)
     return (peaks[1] - peaks[0]) / (many - few)

@@ -23,7 +23,7 @@ def live_bytes(config, checkpointing):
     model(**inputs).loss.backward()  # rotary tables and plans of the first forward are nobody's activations
     with LiveStorages() as storages:
         loss = model(**inputs).loss
-        live = storages.live()
+        live = storages.live_bytes()
     assert torch.isfinite(loss)
     return live
 

@@ -64,7 +64,7 @@ def measure(name: str, shape: TrainShape, steps: int, count_live: bool = True) -
     if count_live:
         with probes.LiveStorages() as storages:
             kept = contender.forward(contender.engine.module)  # the engine's own buffers are no activations
-            live = storages.live()
+            live = storages.live_bytes()
         del kept
     wall, cpu = (statistics.median(column) for column in zip(*times))
     return Measured(wall, cpu, contender.rows, idle, peak, live, per_step, loss)

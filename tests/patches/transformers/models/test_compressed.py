@@ -44,9 +44,9 @@ def test_padding_on_the_left_does_not_move_what_is_counted_from_a_documents_star
         labels[0, 6] = -100
         alone = tuple(({"input_ids": x, "labels": x}, x.size(1) - 1) for x in (ids[:1, 6:], ids[1:]))
         batch = compare.Batch("padded", {"input_ids": ids, "labels": labels, "attention_mask": mask}, alone)
-        want = compare.truth(model, batch, families.in_double)
+        want = compare.reference(model, batch, families.in_double)
         ds_cp.context_parallel(model, config_of("ring", 2))
-        return compare.errors(*compare.shared(model, batch), want).worst, want.tolerance
+        return compare.errors(*compare.context_parallel(model, batch), want).worst, want.tolerance
 
     error, tolerance = workers(2).run(compared)[0]
     assert error <= tolerance

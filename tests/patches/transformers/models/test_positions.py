@@ -88,10 +88,10 @@ def test_a_rank_uses_the_positions_of_the_whole_batch(workers, model_type, overr
         model = families.build(model_type, tiny_config(model_type, **overrides))
         inputs, alone = make(model)
         batch = compare.Batch("batch", inputs, tuple(alone))
-        truth = compare.truth(model, batch, families.in_double)
+        truth = compare.reference(model, batch, families.in_double)
         shared = copy.deepcopy(model)
         ds_cp.context_parallel(shared, {"size": 2, "method": "ring", "unverified": "allow"})
-        loss, gradients = compare.shared(shared, batch)
+        loss, gradients = compare.context_parallel(shared, batch)
         return compare.errors(loss, gradients, truth).worst, truth.tolerance, families.shared_forwards(shared)
 
     error, tolerance, shared_forwards = workers(2).run(compared)[0]
