@@ -11,7 +11,7 @@ import typer
 
 def app() -> typer.Typer:
     """The command and its parts."""
-    from ds_cp.cli.bench import attention, scaling, step
+    from ds_cp.cli.bench import attention, scaling, simulate, step
 
     bench = typer.Typer(
         help="Measure ds_cp beside its peers; without a part's name: all of them.", add_completion=False
@@ -40,4 +40,5 @@ def app() -> typer.Typer:
 
     for name, command in parts.items():
         bench.command(name)(command)
+    bench.command("simulate")(simulate.simulate)
     return bench
