@@ -81,7 +81,7 @@ def two_steps_by_a_function(chunks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, may_see, scale=scale).transpose(1, 2)
 
-    contender = peers.ByFunction(SHAPE, attention, chunks)
+    contender = peers.AttentionFunction(SHAPE, attention, chunks)
     return [contender.step() for _ in range(2)]
 
 

@@ -84,9 +84,9 @@ def test_imports_point_down(graph):
 def test_the_method_imports_no_library_of_models():
     for name, file in modules().items():
         if not name.startswith(("ds_cp.patches", "ds_cp.cli")):
-            assert not re.search(r"^\s*(from|import) (transformers|accelerate|trl|peft)\b", file.read_text(), re.M), (
-                name
-            )
+            assert not re.search(
+                r"^\s*(from|import) (transformers|accelerate|trl|peft)\b", file.read_text(), re.MULTILINE
+            ), name
 
 
 def test_the_map_names_every_file():

@@ -8,7 +8,7 @@ from tools import sweep_families as sweep
 from transformers import AutoModelForCausalLM
 
 from ds_cp.cli.shrink import causal_lm, tiny_config
-from ds_cp.patches.transformers.models import recurrent
+from ds_cp.patches.transformers.models import recurrent_tables
 from ds_cp.patches.transformers.models.registry import REPLACED
 from harness import families
 
@@ -80,7 +80,11 @@ def test_a_refusal_names_the_layers_of_the_real_model(model_type, sentence):
 
 
 NO_LONGER_KNOWN = [
-    ("xlstm", (recurrent.PARTS, "xLSTMLayer"), r"pass from token to token in blocks\.0 \(xLSTMBlock\) and \d+ more"),
+    (
+        "xlstm",
+        (recurrent_tables.SUBMODULES, "xLSTMLayer"),
+        r"pass from token to token in blocks\.0 \(xLSTMBlock\) and \d+ more",
+    ),
     (
         "inkling_text",
         (REPLACED, "InklingRelativeLogits"),

@@ -5,11 +5,12 @@ Cases are data: a covering selection in which every pair of values that can occu
 
 import pytest
 import torch
+from data.models import TYPES, TYPES_WITHOUT_KV_HEADS
 
 from harness import subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
-from harness.models import TYPES, TYPES_WITHOUT_KV_HEADS, ModelSpec
+from harness.models import ModelSpec
 from harness.oracle import truth
 from harness.pairwise import covering, possible_pairs
 

@@ -42,7 +42,7 @@ ALL_THREE = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 CHOICES = [
     # (card, installed, device) -> (kernel, what the reason says)
     (None, (), "cpu", "torch", "for CPUs"),
-    (None, ALL_THREE, "cuda", "torch", "no NVIDIA card"),
+    (None, ALL_THREE, "cuda", "torch", "no NVIDIA GPU"),
     ((10, 0), ALL_THREE, "cuda", "flash_attention_4", "compute capability 10.0"),
     ((9, 0), ALL_THREE, "cuda", "flash_attention_3", "compute capability 9.0"),
     ((8, 0), ALL_THREE, "cuda", "flash_attention_2", "compute capability 8.0"),
@@ -67,7 +67,7 @@ def test_auto_passes_over_a_package_of_an_unknown_version_and_names_wide_heads(m
 
 
 REFUSED = [
-    (None, (), "cpu", "flash_attention_2", 'needs an NVIDIA card and this job runs on "cpu". Use "torch" or "auto"'),
+    (None, (), "cpu", "flash_attention_2", 'needs an NVIDIA GPU and this job runs on "cpu". Use "torch" or "auto"'),
     (
         (9, 0),
         (),
@@ -82,10 +82,10 @@ REFUSED = [
         ALL_THREE,
         "cuda",
         "flash_attention_3",
-        r"needs a Hopper card \(compute capability 9\) and this one has 8.0",
+        r"needs a Hopper GPU \(compute capability 9\) and this one has 8.0",
     ),
-    ((8, 0), ALL_THREE, "cuda", "flash_attention_4", "needs a Blackwell or Hopper card"),
-    (None, ALL_THREE, "cuda", "flash_attention_2", "no NVIDIA card is visible here"),
+    ((8, 0), ALL_THREE, "cuda", "flash_attention_4", "needs a Blackwell or Hopper GPU"),
+    (None, ALL_THREE, "cuda", "flash_attention_2", "no NVIDIA GPU is visible here"),
 ]
 
 

@@ -150,10 +150,10 @@ def test_shapes_of_the_torch_kernel_on_cuda_by_meta_tensors(documents):
 
 def test_blackwells_head_dims():
     kernel = make_kernel("flash_attention_4", "4.0.0b36")
-    assert kernel.widths(64, 64) == (64, 64)
-    assert kernel.widths(100, 36) == (104, 104)
-    assert kernel.widths(192, 128) == (192, 128)
-    assert kernel.widths(160, 160) == (256, 256)
+    assert kernel.padded_head_dims(64, 64) == (64, 64)
+    assert kernel.padded_head_dims(100, 36) == (104, 104)
+    assert kernel.padded_head_dims(192, 128) == (192, 128)
+    assert kernel.padded_head_dims(160, 160) == (256, 256)
     assert not kernel.takes(*(torch.zeros(1, 1, 2, 288),) * 2, Score(1.0))
 
 

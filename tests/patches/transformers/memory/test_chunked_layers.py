@@ -7,11 +7,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.utils.checkpoint
+from data.models import TYPES_WITHOUT_KV_HEADS
 
 from harness import batches, engine, memory, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
-from harness.models import HEAD_DIM, TYPES_WITHOUT_KV_HEADS, ModelSpec
+from harness.models import HEAD_DIM, ModelSpec
 from harness.oracle import truth
 from harness.pairwise import covering
 
@@ -93,7 +94,9 @@ def on_a_host_of_its_own():
             return torch.from_numpy(self._rows[start:stop]).clone()
 
     host_kv.HostRows = RowSlice
-    offload_activations.to_host = lambda x: x if isinstance(x, torch.nn.Parameter) or x.dim() < 3 else x.detach().numpy().copy()
+    offload_activations.to_host = lambda x: (
+        x if isinstance(x, torch.nn.Parameter) or x.dim() < 3 else x.detach().numpy().copy()
+    )
     offload_activations.from_host = lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
 

@@ -126,4 +126,4 @@ def test_a_table_that_counts_by_itself_is_known_by_either_name_of_its_count(name
     exec(f"def forward(self, input_ids, {name}=0, position_ids=None): ...", names)
     kind = type("SomePositionalEmbedding", (torch.nn.Embedding,), {"forward": names["forward"]})
     kind.__module__ = "transformers.models.auto"  # any that is imported
-    assert positions._kind(kind(4, 2)) is positions._tell
+    assert positions._hooks_for(kind(4, 2)) is positions._hook_position_embedding

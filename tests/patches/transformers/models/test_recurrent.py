@@ -234,17 +234,17 @@ def modeling_files():
 
 
 def test_the_dims_of_every_function_are_those_of_its_first_parameters():
-    from ds_cp.patches.transformers.models import recurrent
+    from ds_cp.patches.transformers.models import recurrent_tables
 
     found = set()
     for name in (name for name in modeling_files() if "causal_conv1d_fn" in source(name) or "rwkv" in name):
         module = importlib.import_module(name)
-        for function, (layouts, _) in recurrent.FUNCTIONS.items():
+        for function, (layouts, _) in recurrent_tables.FUNCTIONS.items():
             if hasattr(module, function):
                 parameters = [*inspect.signature(getattr(module, function)).parameters]
                 assert parameters[: len(layouts)] == [*layouts], (name, function)
                 found.add(function)
-    assert found == set(recurrent.FUNCTIONS)
+    assert found == set(recurrent_tables.FUNCTIONS)
 
 
 def source(name):
