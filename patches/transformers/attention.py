@@ -1,11 +1,12 @@
-"""Attention comes in by name: one attention function and one mask function under the name ``ds_cp``.
+"""The attention function and the mask function that transformers looks up under the name ``ds_cp``.
 
-Inside a region the mask function returns a descriptor instead of a tensor, and the attention function hands q, k and v
-to the region. Outside of one both behave as transformers' SDPA.
+Inside a region the mask function returns a descriptor instead of a tensor, and the attention function passes q, k and v to
+the region. Outside of a region both do what transformers' SDPA does.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Mapping, NamedTuple
 
 import torch
@@ -27,21 +28,21 @@ NAME = "ds_cp"
 DEPTH_ATTENTION = frozenset(
     {"Inkling2BlockAttentionResidual", "Inkling2LoopBlockAttentionResidual", "Inkling2LoopMessageAttentionResidual"}
 )
-"""Classes in which a token attends to what layers before made of it, so that nothing is shared."""
+"""Classes in which each token attends to its own states in earlier layers. Tokens do not mix, so nothing is shared."""
 
-HARMLESS = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states return_dict num_items_in_batch "
     "is_causal sliding_window position_embeddings labels shift_labels logits_to_keep layer_idx cache past_key_values "
     "output_router_logits deterministic ignore_index".split()
 )
-"""Arguments that do not change the scores: the mask descriptor is the authority on windows and causality."""
+"""Arguments that do not change the scores inside a region: windows and causality come from the mask descriptor."""
 
 
 class QueryBias(NamedTuple):
-    """A bias that each query mixes out of profiles over the distance to the keys before it (Inkling).
+    """A bias that each query mixes from profiles over the distance to its keys (Inkling).
 
     Attributes:
-        weights: [B, H, L, c].
+        weights: Weights of the profiles, [B, H, L, c].
         profiles: [c, extent].
     """
 
@@ -50,7 +51,7 @@ class QueryBias(NamedTuple):
 
 
 def install() -> None:
-    """Register the name for attention and for masks; a name without a mask function would drop the padding mask."""
+    """Register both functions. Without a mask function of its own name, an attention function would get no padding mask."""
     for registry, function in ((AttentionInterface, attention_forward), (AttentionMaskInterface, mask_forward)):
         if NAME in registry._global_mapping:
             continue
@@ -59,7 +60,7 @@ def install() -> None:
             patches.Patch(
                 f"transformers.{registry.__name__}[{NAME!r}]",
                 "attention goes through the region of the running forward",
-                lambda registry=registry: registry._global_mapping.pop(NAME, None),
+                partial(registry._global_mapping.pop, NAME, None),
             )
         )
 
@@ -71,15 +72,20 @@ def mask_forward(
     kv_length: int,
     mask_function: Callable = causal_mask_function,
     **kwargs: Any,
-):
-    """A mask descriptor inside a region, SDPA's mask outside; before the decoder of a running model a promise of either."""
+) -> Any:
+    """A mask descriptor inside a region, SDPA's mask outside of one.
+
+    Between the start of a model and of its decoder it is not known yet which of the two is needed: then a deferred mask.
+    """
     region = current_region()
     if region is None:
-        make = outside_region.mask_maker(kwargs.get("config"))
-        given = kwargs | dict(
+        make_mask = outside_region.mask_function_of(kwargs.get("config"))
+        arguments = kwargs | dict(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function
         )
-        return masks.DeferredMask(make, given) if current_task_head() and not is_stack_running() else make(**given)
+        if current_task_head() and not is_stack_running():
+            return masks.DeferredMask(make_mask, arguments)
+        return make_mask(**arguments)
     if region.encoder_mask is not None and kwargs.get("attention_mask") is region.encoder_mask:
         return masks.cross_mask(mask_function, region)
     return masks.make_descriptor(mask_function, region, q_length, kv_length)
@@ -96,21 +102,31 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: q [B, H, L, d], k and v [B, h, L, d] to [B, L, H, dv]."""
-    given = module, query, key, value
+    """transformers' attention interface.
+
+    Args:
+        query: [B, H, L, d].
+        key: [B, h, L, d].
+        value: [B, h, L, dv].
+        attention_mask: The result of :func:`mask_forward`.
+
+    Returns:
+        The output [B, L, H, dv], and None in place of attention weights.
+    """
     if isinstance(attention_mask, MaskDescriptor):
-        return _shared(*given, attention_mask, dropout, scaling, **kwargs), None
+        return _attend_in_region(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
     if isinstance(attention_mask, masks.CrossMask):
-        return outside_region.sdpa(*given, attention_mask.mask, dropout, scaling, **kwargs | {"is_causal": False})
+        kwargs["is_causal"] = False
+        return outside_region.sdpa(module, query, key, value, attention_mask.mask, dropout, scaling, **kwargs)
     if current_region() is not None and type(module).__name__ not in DEPTH_ATTENTION:
         raise BatchError(
             f"{type(module).__name__} got {describe(attention_mask)} instead of the mask of the shared sequence: it would "
             "attend to its own shard only. ds_cp needs the mask that transformers' create_causal_mask builds."
         )
-    return outside_region.sdpa(*given, attention_mask, dropout, scaling, **kwargs)
+    return outside_region.sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
-def _shared(
+def _attend_in_region(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -129,23 +145,25 @@ def _shared(
     compressed_kv: CompressedKVTerm | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Attention inside a region.
+    """Attention inside a region, [B, L, H, dv].
 
     Args:
-        s_aux: [H], a score per head without a value.
-        sinks: [B, H, L, 1], the same per query.
-        indices, block_indices: the keys, or blocks of keys, that the module's indexer has chosen (:func:`.sparse_attention.choose`).
-        terms, query_scale, compressed_kv: from the forwards in :mod:`.models`.
+        s_aux: Sinks, [H]: a score per head that has no value.
+        sinks: Sinks per query, [B, H, L, 1].
+        position_bias: A bias per query. Any other type is refused.
+        indices, block_indices: The keys, or blocks of keys, that the layer's indexer has chosen
+            (:func:`.sparse_attention.select`).
+        terms, query_scale, compressed_kv: From the forwards in :mod:`.models`. ``query_scale`` is multiplied to the query.
     """
     if not isinstance(position_bias, QueryBias):
         others["position_bias"], position_bias = position_bias, None
     if not sparse_attention.has_indexer(module):
         others["block_indices"] = block_indices
-    _refuse(module, query, key, others)
+    _refuse_unknown(module, query, key, others)
     region, heads, head_dim = mask.region, query.size(1), query.size(-1)
-    chosen = next((each for each in (indices, block_indices, mask.chosen) if each is not None), None)
+    chosen = next((keys for keys in (indices, block_indices, mask.chosen) if keys is not None), None)
     if chosen is not None:
-        terms = (*terms, sparse_attention.term(module, mask, heads, chosen))
+        terms = (*terms, sparse_attention.selection_term(module, mask, heads, chosen))
     if position_bias is not None:
         terms = (*terms, DistanceProfiles(position_bias.profiles))
     layer = region.attended.setdefault(id(module), len(region.attended))
@@ -160,34 +178,32 @@ def _shared(
     )
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
-    # what a query alone decides on becomes further channels of it: so it travels with it, and so does its gradient
-    extra_query_channels = [
-        x.to(query.dtype) for x in (position_bias and position_bias.weights, sinks) if x is not None
-    ]
-    if extra_query_channels:
-        query = torch.cat([query, *extra_query_channels], dim=-1)
+    # Concatenated to Q, biases and sinks per query follow it through exchange, checkpointing and gradients.
+    extra_channels = [x.to(query.dtype) for x in (position_bias and position_bias.weights, sinks) if x is not None]
+    if extra_channels:
+        query = torch.cat([query, *extra_channels], dim=-1)
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        # as SDPA does it: rotary embeddings leave q and k in fp32 beside a v in the lower precision
-        lower = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(lower) for x in (query, key, value))
+        # As SDPA does: rotary embeddings return q and k in fp32, while v has autocast's dtype.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     return mask.call.attend(query, key, value, mask.rule, score).transpose(1, 2).contiguous()
 
 
-def _refuse(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, others: Mapping[str, Any]) -> None:
-    """Raise for what a layer asks of its attention that the region cannot give.
+def _refuse_unknown(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, others: Mapping[str, Any]) -> None:
+    """Refuse a layer's attention if ds_cp cannot compute it exactly.
 
     Raises:
-        BatchError: other keys than the shared sequence's; an argument that changes scores and is not known.
+        BatchError: The keys are not those of the shared sequence, or an unknown argument may change the scores.
     """
     if key.size(-2) != query.size(-2):
         raise BatchError(
             f"{type(module).__name__} attends to {key.size(-2)} keys with {query.size(-2)} queries in a shared forward: the "
             "keys are not the sequence that is shared, so a mask of it does not fit them."
         )
-    strange = sorted(name for name, given in others.items() if given is not None and name not in HARMLESS)
-    if strange:
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in IGNORED_ARGUMENTS)
+    if unknown:
         layer = f" (layer {module.layer_idx})" if getattr(module, "layer_idx", None) is not None else ""
         raise BatchError(
-            f"{type(module).__name__}{layer} passes {', '.join(strange)} to its attention, which ds_cp does not apply: the "
+            f"{type(module).__name__}{layer} passes {', '.join(unknown)} to its attention, which ds_cp does not apply: the "
             "scores would silently miss it. This model cannot be shared exactly; take the key out for it."
         )

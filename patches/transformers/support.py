@@ -14,7 +14,7 @@ from ds_cp.agreement import BatchError
 from ds_cp.config import KEY, ConfigError
 from ds_cp.patches.transformers import neftune, structure, verified
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
-from ds_cp.patches.transformers.models import layer_kinds, registry, rope
+from ds_cp.patches.transformers.models import layer_kinds, relative_bias, rope
 from ds_cp.planner import ModelFacts
 
 TABLE = Path(__file__).with_name("verified.csv")
@@ -82,7 +82,7 @@ def refuse_call(decoder: torch.nn.Module, arguments: Mapping[str, Any], call: Ta
         )
     embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else None
     noisy = getattr(embedding, "neftune_noise_alpha", None) and embedding.training
-    if noisy and not neftune.knows_the_length(embedding):
+    if noisy and not neftune.is_patched(embedding):
         raise BatchError(
             "NEFTune scales its noise by the length that it sees, and inside the shared part it sees a shard: the noise would "
             "be larger than you asked for. Use Trainer's neftune_noise_alpha, which ds_cp knows, or leave it out."
@@ -176,7 +176,7 @@ def _problems(model: PreTrainedModel, decoder: torch.nn.Module, config: Any) -> 
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             yield f"{name} would drop other layers on each rank of a group. Set it to 0."
-    if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in registry.BIAS_HANDLED:
+    if getattr(config, "relative_attention_num_buckets", None) and config.model_type not in relative_bias.MODEL_TYPES:
         yield (
             "its relative position bias comes from a table that transformers expands to S x S of the tokens it sees: each "
             "rank would count distances inside its own shard, and the table's gradient would miss the rest."

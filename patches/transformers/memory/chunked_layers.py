@@ -26,7 +26,7 @@ from ds_cp.patches.transformers.batch import describe
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor, map_masks
 from ds_cp.patches.transformers.memory import offload_activations
 from ds_cp.patches.transformers.memory.leaf_modules import bind
-from ds_cp.patches.transformers.models import layer_kinds, recurrent, registry
+from ds_cp.patches.transformers.models import layer_kinds, recurrent_tables, registry
 from ds_cp.planner import Plan
 from ds_cp.region import LayerCall
 
@@ -92,7 +92,7 @@ def _outermost(stack: torch.nn.Module) -> Iterator[GradientCheckpointingLayer]:
 
 
 def _mixes_by_itself(kind: type) -> bool:
-    return registry.replacement_of(kind) is not None or recurrent.is_known(kind)
+    return registry.replacement_of(kind) is not None or recurrent_tables.is_known(kind)
 
 
 def all_in_chunks(stack: torch.nn.Module) -> bool:

@@ -1,1 +1,1 @@
-"""What ds_cp knows of single model families: attention, masks and positions that are their own."""
+"""What ds_cp knows about single model families: attention, masks, positions and recurrences of their own."""

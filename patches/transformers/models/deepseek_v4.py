@@ -1,7 +1,13 @@
-"""DeepSeek V4's compressed attention: beside the tokens of a window, queries see entries that stand for many tokens each.
+"""DeepSeek V4: queries attend to the tokens of a sliding window and to compressed KV, in one softmax.
 
-What is pooled, one head per token, is projected where the tokens are and gathered; every rank pools all of it by the model's
-own code, each document by itself, and holds the entries whole. Queries attend to them in the same softmax as to tokens.
+A compressor pools windows of ``compress_rate`` neighbouring tokens into one key each, which is its value, too (one head). Run
+on a shard, it would pool this rank's tokens only. Inside a region, each rank projects its own tokens, the projections are
+gathered, and every rank pools all windows of all documents by the model's own code, each document by itself. So the
+compressed KV is replicated on all ranks. It is one more step of the attention schedule
+(:mod:`ds_cp.attention.compressed_kv`).
+
+Compressed sparse attention (CSA) also has an indexer, which selects compressed KV per query (:mod:`.indexers`); heavily
+compressed attention (HCA) has none.
 """
 
 from __future__ import annotations
@@ -15,97 +21,121 @@ import torch
 
 from ds_cp.agreement import BatchError
 from ds_cp.attention.compressed_kv import CompressedKV
-from ds_cp.attention.selected import Selected
+from ds_cp.attention.selected import SelectedKeys
 from ds_cp.patches.transformers.ambient import current_region
 from ds_cp.patches.transformers.attention import attention_forward
-from ds_cp.patches.transformers.models.eager_only import runs_alone
 from ds_cp.patches.transformers.models.indexers import StoredKeys
+from ds_cp.patches.transformers.models.region_mask import has_region_mask
 from ds_cp.patches.transformers.models.replacement import Replacement
 from ds_cp.region import Region
 
 
 class Windows(NamedTuple):
-    """Where the complete windows of all documents are.
+    """The complete windows of all documents of a batch, T per batch row.
 
     Attributes:
-        tokens: for documents of like length, [n, windows * rate] int64 in the flat batch [B * S]; behind the last window of
-            a shorter document anything. One window of anything where there is none: ZeRO waits for the gradients of all
-            weights on all ranks, whatever a group's batch.
-        compressed_kv: [B, T] int64, the entries of each row among those of all documents, flat in the order of ``tokens``.
-        start, number: [B, T] int64, as :class:`~ds_cp.attention.compressed_kv.CompressedKV` has them.
+        tokens: One tensor per group of documents of similar length, [documents, windows * rate] int64: indices of tokens in the
+            flat batch [B * S]. Indices after the last window of a shorter document are arbitrary. If no document has a
+            complete window, there is one arbitrary window: ZeRO expects gradients of all weights on all ranks, whatever
+            their batch.
+        pooled_index: [B, T] int64, index of each window among those of ``tokens``, counted over all its tensors.
+        document_start: [B, T] int64, start of the document that each belongs to; -1 for padding.
+        window_index: [B, T] int64, index of each window in its document.
     """
 
     tokens: tuple[torch.Tensor, ...]
-    compressed_kv: torch.Tensor
-    start: torch.Tensor
-    number: torch.Tensor
+    pooled_index: torch.Tensor
+    document_start: torch.Tensor
+    window_index: torch.Tensor
 
 
 _windows: "weakref.WeakKeyDictionary[Region, dict[int, Windows]]" = weakref.WeakKeyDictionary()
 
 
 def windows_of(region: Region, rate: int, device: torch.device) -> Windows:
-    """The windows of a rate, found once per batch."""
-    known = _windows.setdefault(region, {})
-    if rate not in known:
-        known[rate] = _find(region, rate, device)
-    return known[rate]
+    """The windows of ``rate`` tokens of a region's documents, computed once per batch."""
+    by_rate = _windows.setdefault(region, {})
+    if rate not in by_rate:
+        by_rate[rate] = _compute_windows(region, rate, device)
+    return by_rate[rate]
 
 
-def _find(region: Region, rate: int, device: torch.device) -> Windows:
-    tokens, found, before = [], [[] for _ in region.documents.ranges], 0
+def _compute_windows(region: Region, rate: int, device: torch.device) -> Windows:
+    tokens: list[torch.Tensor] = []
+    per_row: list[list[np.ndarray]] = [[] for _ in region.documents.ranges]  # [3, windows] each: the last three fields
+    pooled_so_far = 0
     for documents in region.documents.by_length():
-        windows = [len(each.tokens) // rate for each in documents]
-        if not any(windows):
+        counts = [len(document.tokens) // rate for document in documents]
+        if not any(counts):
             continue
-        index = np.zeros((len(documents), max(windows) * rate), dtype=np.int64)
-        for line, each, count in zip(index, documents, windows):
-            line[: count * rate] = each.row * region.layout.seq_len + each.tokens[: count * rate]
-            number = np.arange(count)
-            found[each.row].append(np.stack([before + number, np.full_like(number, each.start), number]))
-            before += max(windows)
+        index = np.zeros((len(documents), max(counts) * rate), dtype=np.int64)
+        for line, document, count in zip(index, documents, counts):
+            line[: count * rate] = document.row * region.layout.seq_len + document.tokens[: count * rate]
+            window_index = np.arange(count)
+            document_start = np.full_like(window_index, document.start)
+            per_row[document.row].append(np.stack([pooled_so_far + window_index, document_start, window_index]))
+            pooled_so_far += max(counts)
         tokens.append(torch.from_numpy(index).to(device))
-    tokens = tokens or [torch.zeros((1, rate), dtype=torch.int64, device=device)]
-    rows = [np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64) for parts in found]
-    table = np.zeros((3, len(rows), max(part.shape[1] for part in rows)), dtype=np.int64)
+    if not tokens:
+        tokens = [torch.zeros((1, rate), dtype=torch.int64, device=device)]
+    rows = [np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64) for parts in per_row]
+    table = np.zeros((3, len(rows), max(row.shape[1] for row in rows)), dtype=np.int64)
     table[1] = -1
-    for row, part in enumerate(rows):
-        table[:, row, : part.shape[1]] = part
+    for i, row in enumerate(rows):
+        table[:, i, : row.shape[1]] = row
     return Windows(tuple(tokens), *torch.from_numpy(table).to(device))
 
 
-def compress(original: Callable, self: Any, hidden_states, q_residual, position_ids, cache, layer_idx):
-    """A compressor: inside a region the entries of all documents [B, 1, T, d], where they are, and what the indexer has chosen
-    of them."""
+def compress(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    cache: Any,
+    layer_idx: int,
+) -> Any:
+    """The forward of both compressors.
+
+    Returns:
+        Inside a region: the compressed KV of all documents [B, 1, T, d]; ``document_start`` and ``window_index`` as in
+        :class:`Windows`; and the indexer's selection for this rank's queries, or None without an indexer.
+    """
     region = current_region()
     if region is None:
         return original(hidden_states, q_residual, position_ids, cache, layer_idx)
-    found = windows_of(region, self.compress_rate, hidden_states.device)
+    windows = windows_of(region, self.compress_rate, hidden_states.device)
     projected = torch.cat([self.kv_proj(hidden_states), self.gate_proj(hidden_states)], dim=-1)
-    pooled, whole = [], region.gather(projected).flatten(0, 1)
-    for tokens in found.tokens:
-        nothing = hidden_states.new_zeros((len(tokens), 1, hidden_states.size(-1)))
-        zero = position_ids.new_zeros((len(tokens), 1))
-        compressed_kv, _ = original(nothing, q_residual, zero, StoredKeys(whole[tokens]), layer_idx)
+    projected = region.gather(projected).flatten(0, 1)
+    pooled = []
+    for tokens in windows.tokens:
+        # the compressor pools what its cache returns; its own input, here one row of zeros per document, is not used
+        no_states = hidden_states.new_zeros((len(tokens), 1, hidden_states.size(-1)))
+        no_positions = position_ids.new_zeros((len(tokens), 1))
+        compressed_kv, _ = original(no_states, q_residual, no_positions, StoredKeys(projected[tokens]), layer_idx)
         pooled.append(compressed_kv.flatten(0, 2))
-    keys = torch.cat(pooled)[found.compressed_kv]
+    keys = torch.cat(pooled)[windows.pooled_index]
     indexer = getattr(self, "indexer", None)
-    chosen = None if indexer is None else indexer(hidden_states, q_residual, position_ids, None, layer_idx)
-    return keys.unsqueeze(1), found.start, found.number, chosen
+    selection = None if indexer is None else indexer(hidden_states, q_residual, position_ids, None, layer_idx)
+    return keys.unsqueeze(1), windows.document_start, windows.window_index, selection
 
 
 def attention(
-    original: Callable,
+    original: Callable[..., Any],
     self: Any,
-    hidden_states,
-    position_embeddings,
-    position_ids,
-    attention_mask,
-    cache=None,
-    **kwargs,
-):
-    """DeepseekV4Attention: [B, L, hidden] to the same."""
-    if runs_alone(self, attention_mask):
+    hidden_states: torch.Tensor,
+    position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    position_ids: torch.Tensor,
+    attention_mask: Any,
+    cache: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """DeepseekV4Attention.forward: [B, L, hidden] to [B, L, hidden].
+
+    Raises:
+        BatchError: The caller's own mask, which does not apply to pooled windows.
+    """
+    if not has_region_mask(attention_mask, self):
         return original(hidden_states, position_embeddings, position_ids, attention_mask, cache=cache, **kwargs)
     if attention_mask.terms:
         raise BatchError(
@@ -113,35 +143,45 @@ def attention(
             "what it hides. Leave the mask out."
         )
     region, rotate = attention_mask.region, sys.modules[type(self).__module__].apply_rotary_pos_emb
-    angles, kind = position_embeddings[self.rope_layer_type], self.rope_layer_type
-    if self.compressor is not None:  # entries are counted from their document's start, so tokens are, too
-        mine = region.shard(region.positions)
-        angles = self.compressor.rotary_emb(hidden_states, position_ids=mine, layer_type=kind)
-    cos, sin = angles
-    residual = self.q_a_norm(self.q_a_proj(hidden_states))
-    query = self.q_b_norm(self.q_b_proj(residual).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+    cos, sin = position_embeddings[self.rope_layer_type]
+    if self.compressor is not None:
+        # windows have positions from the start of their document, so queries and keys need the same
+        positions = region.shard(region.positions)
+        cos, sin = self.compressor.rotary_emb(hidden_states, position_ids=positions, layer_type=self.rope_layer_type)
+    q_residual = self.q_a_norm(self.q_a_proj(hidden_states))
+    query = self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
     key = self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(1)
     query, key = (rotate(x, cos, sin) for x in (query, key))
-    compressed_kv = (
-        None if self.compressor is None else _compressed_kv(self, region, hidden_states, residual, position_ids)
-    )
-    rate = self.attention_dropout if self.training else 0.0
+    compressed_kv = None
+    if self.compressor is not None:
+        compressed_kv = _compressed_kv(self, region, hidden_states, q_residual, position_ids)
+    dropout = self.attention_dropout if self.training else 0.0
     out, _ = attention_forward(
-        self, query, key, key, attention_mask, rate, self.scaling, s_aux=self.sinks, compressed_kv=compressed_kv
+        self, query, key, key, attention_mask, dropout, self.scaling, s_aux=self.sinks, compressed_kv=compressed_kv
     )
-    out = rotate(out.transpose(1, 2), cos, -sin).transpose(1, 2)  # keys are values, so these were rotated
+    out = rotate(out.transpose(1, 2), cos, -sin).transpose(1, 2)  # keys are the values, so the output is rotated back
     out = self.o_a_proj(out.reshape(*out.shape[:2], self.config.o_groups, -1)).flatten(2)
     return self.o_b_proj(out), None
 
 
 @torch.compiler.disable
-def _compressed_kv(self: Any, region: Region, hidden_states, residual, position_ids) -> CompressedKV:
-    keys, start, number, chosen = self.compressor(hidden_states, residual, position_ids, None, self.layer_idx)
-    cut, rate = region.layout, self.compressor.compress_rate
+def _compressed_kv(
+    self: Any, region: Region, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor
+) -> CompressedKV:
+    """The compressed KV of a layer, with the indexer's selection if it has an indexer."""
+    keys, document_start, window_index, selection = self.compressor(
+        hidden_states, q_residual, position_ids, None, self.layer_idx
+    )
+    layout, rate = region.layout, self.compressor.compress_rate
     selected = None
-    if chosen is not None:
-        selected = Selected.by_this_rank(region.mesh, cut, chosen, number, -(-cut.seq_len // rate), self.num_heads)
-    return CompressedKV(keys, start, number, rate, cut.pad(region.origin), cut.pad(region.positions), selected)
+    if selection is not None:
+        max_windows = -(-layout.seq_len // rate)
+        selected = SelectedKeys.from_local_queries(
+            region.mesh, layout, selection, window_index, max_windows, self.num_heads
+        )
+    return CompressedKV(
+        keys, document_start, window_index, rate, layout.pad(region.origin), layout.pad(region.positions), selected
+    )
 
 
 REPLACED: dict[str, Replacement] = {

@@ -1,6 +1,9 @@
-"""What is known of single indexers: how each is asked for the keys that some queries choose.
+"""The indexers of sparse attention, by class: how each is run on this rank's queries and the keys of a whole document.
 
-An indexer runs by its own code. It gets queries of one document, and in the place of its cache the keys of the whole document.
+An indexer scores keys per query and selects the best, one by one or in blocks of neighbouring keys. Its own code runs, on
+queries of one document; in place of its cache it gets an object that returns the keys of that document, as the cache does
+for past tokens in generation. Families: DeepSeek V3.2 and its derivatives (A.X K2, Dots3, GLM MoE DSA, HunYuan V4),
+DeepSeek V4, MiniMax M3, Qwen4.
 """
 
 from __future__ import annotations
@@ -13,56 +16,82 @@ import torch
 from ds_cp.mask.queries import Queries
 
 
-class KeysCaptured(Exception):
-    """An indexer has said its keys [B, L, d], and need not go on."""
-
-
-class StoredKeys:
-    """In the place of the indexer's cache: answers with the keys that it was given, or ends the run and hands keys on."""
-
-    def __init__(self, answer: torch.Tensor | None = None):
-        self.answer = answer
+class _IndexerCache:
+    """The methods of transformers' caches that indexers call, in terms of :meth:`update_indexer`."""
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        if self.answer is None:
-            raise KeysCaptured(keys)
-        return self.answer
+        """All keys [B, k, d] of the sequence, from those of the running call [B, L, d]."""
+        raise NotImplementedError
 
     @property
-    def layers(self) -> "StoredKeys":
-        """MiniMax asks the layers of a cache."""
+    def layers(self) -> "_IndexerCache":
+        """MiniMax and DeepSeek V4 call a layer of the cache."""
         return self
 
-    def __getitem__(self, layer: int) -> "StoredKeys":
+    def __getitem__(self, layer: int) -> "_IndexerCache":
         return self
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """MiniMax: keys [B, 1, L, d], of one head."""
         return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
 
     def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> tuple[Any, ...]:
-        """DeepSeek V4 asks for what it pools: values and gates of whole windows, and where the first one stands."""
+        """DeepSeek V4: values and gates of all complete windows, and the position of the first window."""
         return *self.update_indexer(torch.cat([kv, gate], dim=-1), 0).chunk(2, dim=-1), 0
 
     def update_overlap_state(self, *_: Any) -> tuple[None, None]:
-        """Nothing stands before the first window."""
+        """DeepSeek V4: the window before the first; there is none."""
         return None, None
 
     def update_compressor_states(self, name: str, pooled: torch.Tensor) -> torch.Tensor:
-        """All windows are there."""
+        """DeepSeek V4: the pooled windows of the past and of this call; all are of this call."""
         return pooled
+
+
+class StoredKeys(_IndexerCache):
+    """Returns the keys of a whole document [B, k, d], whatever the indexer adds."""
+
+    def __init__(self, keys: torch.Tensor):
+        self._keys = keys
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        return self._keys
+
+
+class KeysCaptured(Exception):
+    """Ends the run of an indexer whose keys are all that is needed.
+
+    Attributes:
+        keys: [B, L, d].
+    """
+
+    def __init__(self, keys: torch.Tensor):
+        super().__init__()
+        self.keys = keys
+
+
+class KeyCapture(_IndexerCache):
+    """Captures the keys of the running call.
+
+    Raises:
+        KeysCaptured: With the keys, from the first call of :meth:`update_indexer`.
+    """
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        raise KeysCaptured(keys)
 
 
 @dataclass(frozen=True)
 class IndexerCall:
-    """Some queries of this rank, side by side by document.
+    """A run of an indexer on m queries of this rank from each of n documents.
 
     Attributes:
-        indexer: the module.
-        run: its own forward.
-        given: its arguments, by name, for this rank's tokens.
-        queries: which they are.
+        indexer: The module.
+        run: Forward of its class, bound to the module.
+        arguments: Arguments of the module's call by name, for this rank's tokens.
+        queries: Which queries of which documents.
         keys: [n, k, d], the indexer's keys of each document.
-        angles_of_keys: cosines and sines [n, k, d] of the keys, for an indexer that turns them by itself.
+        key_rotary: Cosines and sines [n, k, d] of the keys, for an indexer that rotates keys after it has read its cache.
     """
 
     indexer: torch.nn.Module
@@ -70,92 +99,126 @@ class IndexerCall:
     arguments: Mapping[str, Any]
     queries: Queries
     keys: torch.Tensor
-    angles_of_keys: tuple[torch.Tensor, ...] = ()
+    key_rotary: tuple[torch.Tensor, ...] = ()
 
     @property
-    def visible(self) -> torch.Tensor:
+    def causal_mask(self) -> torch.Tensor:
         """Which keys each query may see, bool [n, m, k]."""
         index = torch.arange(self.keys.size(1), device=self.keys.device)
         return index <= self.queries.positions.unsqueeze(-1)
 
-    def own(self, name: str) -> torch.Tensor:
-        """An argument [B, L, ...] of these queries, [n, m, ...]."""
-        return self.arguments[name].flatten(0, 1)[self.queries.query_index]
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions of the queries in their documents, [n, m]; 0 for padding."""
+        return self.queries.positions.clamp(min=0)
 
-    def angles(self) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines [n, m, d] of these queries."""
-        return tuple(angle.flatten(0, 1)[self.queries.query_index] for angle in angles_of(self.arguments))
+    def of_queries(self, name: str) -> torch.Tensor:
+        """An argument [B, L, ...] for the queries of this run, [n, m, ...]."""
+        argument: torch.Tensor = self.arguments[name].flatten(0, 1)
+        return argument[self.queries.query_index]
+
+    def query_rotary(self) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines [n, m, d] of the queries."""
+        return tuple(angles.flatten(0, 1)[self.queries.query_index] for angles in rotary_of(self.arguments))
 
 
-def angles_of(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def rotary_of(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Cosines and sines [B, L, d] of this rank's tokens."""
-    return (angle.expand(len(arguments["hidden_states"]), -1, -1) for angle in arguments["position_embeddings"])
+    return (angles.expand(len(arguments["hidden_states"]), -1, -1) for angles in arguments["position_embeddings"])
 
 
-def _deepseek(asked: IndexerCall) -> torch.Tensor:
-    states, residual = asked.own("hidden_states"), asked.own("q_resid")
-    chosen = asked.run(states, residual, asked.angles(), asked.visible, position_ids=None, cache=StoredKeys(asked.keys))
-    unseen = chosen > asked.queries.positions.unsqueeze(-1)  # a query with few keys gets hidden ones to fill up
-    return chosen.masked_fill(unseen, -1).unsqueeze(1)
+def _deepseek(call: IndexerCall) -> torch.Tensor:
+    selected = call.run(
+        call.of_queries("hidden_states"),
+        call.of_queries("q_resid"),
+        call.query_rotary(),
+        call.causal_mask,
+        position_ids=None,
+        cache=StoredKeys(call.keys),
+    )
+    # topk fills up with masked keys where a query sees fewer than it may select
+    masked = selected > call.queries.positions.unsqueeze(-1)
+    return selected.masked_fill(masked, -1).unsqueeze(1)
 
 
-def _qwen(asked: IndexerCall) -> torch.Tensor:
-    angles = [torch.cat(both, dim=1) for both in zip(asked.angles_of_keys, asked.angles())]
-    kept = asked.run(asked.own("hidden_states"), angles, asked.visible.unsqueeze(1), StoredKeys(asked.keys))
-    kept, chosen = kept.int().topk(min(_qwen_most(asked.indexer), kept.size(-1)))
-    return chosen.masked_fill(kept == 0, -1)
+def _deepseek_v4(call: IndexerCall) -> torch.Tensor:
+    rate = int(call.indexer.compress_rate)  # type: ignore[arg-type]  # an attribute of a module of an unknown class
+    complete = call.keys.size(1) // rate * rate
+    selected = call.run(
+        call.of_queries("hidden_states"),
+        call.of_queries("q_residual"),
+        call.positions,
+        StoredKeys(call.keys[:, :complete]),
+        call.arguments["layer_idx"],
+    )
+    return selected.unsqueeze(1)
 
 
-def _qwen_most(indexer: torch.nn.Module) -> int:
-    return indexer.token_budget + indexer.compress_ratio - 1
+def _minimax(call: IndexerCall) -> torch.Tensor:
+    return call.run(call.of_queries("hidden_states"), call.query_rotary(), StoredKeys(call.keys), call.positions)
 
 
-def _minimax(asked: IndexerCall) -> torch.Tensor:
-    positions = asked.queries.positions.clamp(min=0)
-    return asked.run(asked.own("hidden_states"), asked.angles(), StoredKeys(asked.keys), positions)
+def _qwen(call: IndexerCall) -> torch.Tensor:
+    # the indexer takes the last m angles for its queries and indexes the first k by key
+    rotary = [
+        torch.cat([of_keys, of_queries], dim=1) for of_keys, of_queries in zip(call.key_rotary, call.query_rotary())
+    ]
+    mask = call.run(call.of_queries("hidden_states"), rotary, call.causal_mask.unsqueeze(1), StoredKeys(call.keys))
+    selected_first, indices = mask.int().topk(min(_qwen_max_keys(call.indexer), mask.size(-1)))
+    return indices.masked_fill(selected_first == 0, -1)
 
 
-def _deepseek_v4(asked: IndexerCall) -> torch.Tensor:
-    whole = asked.keys.size(1) // asked.indexer.compress_rate * asked.indexer.compress_rate
-    states, residual = asked.own("hidden_states"), asked.own("q_residual")
-    positions = asked.queries.positions.clamp(min=0)
-    return asked.run(
-        states, residual, positions, StoredKeys(asked.keys[:, :whole]), asked.arguments["layer_idx"]
-    ).unsqueeze(1)
+def _qwen_max_keys(indexer: Any) -> int:
+    """The keys of the selected blocks, and those of the last, incomplete block."""
+    return int(indexer.token_budget + indexer.compress_ratio - 1)
 
 
 @dataclass(frozen=True)
 class IndexerKind:
-    """What is known of an indexer.
+    """How indexers of a class are run, and the sizes of what they select.
+
+    The callables other than ``select`` take the indexer.
 
     Attributes:
-        ask: the blocks of keys that some queries choose, [n, G, m, c] int, counted from the document's start; -1 for none.
-        heads: how many score each key at once.
-        most: how many blocks a query may choose.
-        groups: G, of heads that choose by themselves.
-        size: keys of a block.
-        turns_keys: whether its keys are rotated after it has asked its cache.
+        select: The blocks of keys that some queries select, [n, G, m, c] int, counted from the start of the document; -1 for
+            none.
+        score_heads: Number of heads that score each key at the same time.
+        max_blocks: Maximum number of blocks that a query selects.
+        head_groups: G, number of groups of attention heads with a selection of their own.
+        block_size: Number of keys in a block.
+        needs_key_rotary: Whether the indexer rotates keys after it has read its cache.
     """
 
-    ask: Callable[[IndexerCall], torch.Tensor]
-    heads: Callable[[Any], int]
-    most: Callable[[Any], int]
-    groups: Callable[[Any], int] = lambda indexer: 1
-    size: Callable[[Any], int] = lambda indexer: 1
-    turns_keys: bool = False
+    select: Callable[[IndexerCall], torch.Tensor]
+    score_heads: Callable[[Any], int]
+    max_blocks: Callable[[Any], int]
+    head_groups: Callable[[Any], int] = lambda indexer: 1
+    block_size: Callable[[Any], int] = lambda indexer: 1
+    needs_key_rotary: bool = False
 
 
-DEEPSEEK = IndexerKind(_deepseek, heads=lambda indexer: indexer.n_heads, most=lambda indexer: indexer.index_topk)
-DEEPSEEK_V4 = IndexerKind(
-    _deepseek_v4, heads=lambda indexer: indexer.num_heads, most=lambda indexer: indexer.index_topk
+DEEPSEEK = IndexerKind(
+    _deepseek,
+    score_heads=lambda indexer: indexer.n_heads,
+    max_blocks=lambda indexer: indexer.index_topk,
 )
-QWEN = IndexerKind(_qwen, heads=lambda indexer: 1, most=_qwen_most, turns_keys=True)
+DEEPSEEK_V4 = IndexerKind(  # a block is one compressed key
+    _deepseek_v4,
+    score_heads=lambda indexer: indexer.num_heads,
+    max_blocks=lambda indexer: indexer.index_topk,
+)
 MINIMAX = IndexerKind(
     _minimax,
-    heads=lambda indexer: indexer.num_heads,
-    most=lambda indexer: indexer.topk_blocks,
-    groups=lambda indexer: indexer.num_heads,
-    size=lambda indexer: indexer.block_size,
+    score_heads=lambda indexer: indexer.num_heads,
+    max_blocks=lambda indexer: indexer.topk_blocks,
+    head_groups=lambda indexer: indexer.num_heads,
+    block_size=lambda indexer: indexer.block_size,
+)
+QWEN = IndexerKind(
+    _qwen,
+    score_heads=lambda indexer: 1,
+    max_blocks=_qwen_max_keys,
+    needs_key_rotary=True,
 )
 INDEXERS: dict[str, IndexerKind] = {
     "DeepseekV32Indexer": DEEPSEEK,
@@ -167,4 +230,4 @@ INDEXERS: dict[str, IndexerKind] = {
     "MiniMaxM3VLIndexer": MINIMAX,
     "Qwen4ExpTextQSAIndexer": QWEN,
 }
-"""Indexers, by class."""
+"""Kinds of indexers by class."""

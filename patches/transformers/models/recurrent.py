@@ -1,8 +1,10 @@
-"""Recurrent layers and short convolutions, shared between ranks: which functions of transformers mix tokens, and how.
+"""Recurrent layers and short convolutions inside a region: Mamba, gated delta nets, RWKV, xLSTM, RG-LRU and others.
 
-What mixes tokens in these layers is a function that the modeling file looks up by name (or a package's kernel that stands
-there), or one part of the layer. Heads and channels do not mix in it, so each rank runs it on the whole sequence of its
-share of them (:mod:`ds_cp.recurrent.channels`). Layers that have no such seam run whole on every rank, on all tokens.
+A recurrence mixes tokens, but not heads or channels. So an all-to-all over the context-parallel group exchanges tokens for
+heads or channels, each rank runs the model's function on the whole sequence for its part of them
+(:mod:`ds_cp.recurrent.channels`), and a second all-to-all returns the result to the owners of the tokens. :func:`attach` wraps
+the functions and submodules that do so. A layer that has neither runs on all tokens on every rank.
+:mod:`.recurrent_tables` says which class is which.
 """
 
 from __future__ import annotations
@@ -18,200 +20,166 @@ import torch
 from ds_cp import patches
 from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers.ambient import current_region
-from ds_cp.patches.transformers.batch import PACKING_ARGUMENTS
 from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
-from ds_cp.patches.transformers.models.introspection import referenced_names
+from ds_cp.patches.transformers.models.recurrent_tables import (
+    FUNCTIONS,
+    FUSED_KERNELS,
+    REPLICATED_LAYERS,
+    SHARD_ARGUMENTS,
+    SUBMODULES,
+    functions_of,
+    is_known,
+    is_replicated,
+)
+from ds_cp.patches.transformers.models.region_mask import in_backward_pass
 from ds_cp.region import Region
-
-FUNCTIONS: dict[str, tuple[dict[str, str], str]] = {
-    "causal_conv1d_fn": ({"hidden_states": "bhl", "weight": "hw", "bias": "h"}, "bhl"),
-    "torch_chunk_gated_delta_rule": (
-        {"query": "blgk", "key": "blgk", "value": "blhv", "g": "blh", "beta": "blh"},
-        "blhv",
-    ),
-    "chunk_kimi_delta_attention": (
-        {"query": "blhk", "key": "blhk", "value": "blhv", "g": "blhk", "beta": "blh"},
-        "blhv",
-    ),
-    "mamba2_chunk_scan": (
-        {"hidden_states": "blhd", "dt": "blh", "A": "h", "B": "blgn", "C": "blgn", "chunk_size": "", "D": "h", "dt_bias": "h"},
-        "blhd",
-    ),
-    "mamba_selective_scan": (
-        {"hidden_states": "bhl", "dt": "bhl", "A": "hn", "B": "bnl", "C": "bnl", "D": "h", "z": "bhl", "delta_bias": "h"},
-        "bhl",
-    ),
-    "rwkv_linear_attention": ({"time_decay": "h", "time_first": "h", "key": "blh", "value": "blh"}, "blh"),
-}  # fmt: skip
-"""Functions of modeling files, by name: the dims of their first arguments, in order, and of their result, as
-:func:`ds_cp.recurrent.channels.mix` reads them."""
-
-FUSED = frozenset({"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"})
-"""Functions that are kernels of a whole layer; where they answer None the layer takes the functions above."""
-
-PARTS: dict[str, tuple[str, dict[str, str], str]] = {
-    "RwkvSelfAttention": ("time_shift", {"input": "blh"}, "blh"),
-    "RwkvFeedForward": ("time_shift", {"input": "blh"}, "blh"),
-    "xLSTMLayer": (
-        "mlstm_backend",
-        {"query": "bhlk", "key": "bhlk", "value": "bhlv", "igate": "bhl", "fgate": "bhl"},
-        "bhlv",
-    ),
-}
-"""Layers in which a module mixes tokens, by class: the module, and the dims of its arguments and its result."""
-
-WHOLE: dict[str, int] = {
-    "Inkling2DynamicShortConvolution": 1,
-    "Inkling2LoopDynamicShortConvolution": 1,
-    "MiniMaxLightningAttention": 1,
-    "Qwen4ExpTextPLELayer": 1,
-    "RecurrentGemmaRecurrentBlock": 1,
-    "ZayaCCAProjection": 3,
-}
-"""Layers that mix tokens in the midst of their forward, by class: how many of their results are per token."""
-
-
-FACTS = frozenset({*PACKING_ARGUMENTS, "cu_seqlens", "position_ids", "cache_position", "position_embeddings"})
-"""Arguments that tell these functions of this rank's tokens what the region knows of all."""
-
-
-def is_known(kind: type) -> bool:
-    """Whether a layer class of transformers mixes tokens in ways of this file."""
-    known = kind.__name__ in PARTS or kind.__name__ in WHOLE or bool(_functions(kind))
-    return known and kind.__module__.startswith("transformers.")
-
-
-def runs_whole(kind: type) -> bool:
-    """Whether every rank runs such a layer on all tokens."""
-    return kind.__name__ in WHOLE and is_known(kind)
 
 
 def count_layers(stacks: Iterable[torch.nn.Module]) -> tuple[int, int]:
-    """How many layers trade tokens for channels, and how many run whole."""
-    kinds = [type(module) for stack in stacks for module in stack.modules() if is_known(type(module))]
-    whole = sum(map(runs_whole, kinds))
-    return len(kinds) - whole, whole
+    """The number of layers that exchange tokens for channels, and of those that run on all tokens on every rank."""
+    classes = [type(module) for stack in stacks for module in stack.modules() if is_known(type(module))]
+    replicated = sum(map(is_replicated, classes))
+    return len(classes) - replicated, replicated
 
 
 def attach(stack: torch.nn.Module) -> Callable[[], None]:
-    """Bind what the recurrent layers of a stack need; returns what undoes it. Functions stay replaced, for other models of
-    their file may need them; outside of a region they are the original ones."""
-    bound = [module for module in stack.modules() if is_known(type(module))]
-    for module in bound:
-        for name in _functions(type(module)):
+    """Wrap what mixes tokens in the recurrent layers of a stack; returns what undoes it.
+
+    Functions of modeling files stay wrapped, since other models may use them. Outside of a region they behave as before.
+    """
+    layers = [module for module in stack.modules() if is_known(type(module))]
+    for layer in layers:
+        for name in functions_of(type(layer)):
             patches.replace(
-                sys.modules[type(module).__module__],
+                sys.modules[type(layer).__module__],
                 name,
-                _unfused if name in FUSED else functools.partial(_function, name),
+                _returns_none_inside_region if name in FUSED_KERNELS else functools.partial(_share_function, name),
                 "mixes tokens of all ranks inside a region",
             )
-        module.forward = MethodType(_layer, module)
-        if type(module).__name__ in PARTS:
-            part = getattr(module, PARTS[type(module).__name__][0])
-            part.forward = MethodType(functools.partial(_part, type(module).__name__), part)
+        layer.forward = MethodType(_layer_forward, layer)
+        submodule = _mixing_submodule(layer)
+        if submodule is not None:
+            submodule.forward = MethodType(functools.partial(_submodule_forward, type(layer).__name__), submodule)
 
     def undo() -> None:
-        for module in bound:
-            module.__dict__.pop("forward", None)
-            if type(module).__name__ in PARTS:
-                getattr(module, PARTS[type(module).__name__][0]).__dict__.pop("forward", None)
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+            submodule = _mixing_submodule(layer)
+            if submodule is not None:
+                submodule.__dict__.pop("forward", None)
 
     return undo
 
 
-def _functions(kind: type) -> list[str]:
-    return sorted(referenced_names(kind) & (FUNCTIONS.keys() | FUSED))
+def _mixing_submodule(layer: torch.nn.Module) -> torch.nn.Module | None:
+    known = SUBMODULES.get(type(layer).__name__)
+    return None if known is None else layer.get_submodule(known[0])
 
 
-def _layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # the class's own forward is looked up here: a deep copy of the model must run on the copy's weights
+# ---- layers ---------------------------------------------------------------------------------------------------
+
+
+def _layer_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # the class's forward is looked up at the call: in a deep copy of the model it must use the copy's weights
     original, region = MethodType(type(self).forward, self), _region_of(self)
     if region is None:
         return original(*args, **kwargs)
-    if runs_whole(type(self)):
-        return _run_whole(region, self, original, args, kwargs)
-    before = _mixed_so_far(region)
+    if is_replicated(type(self)):
+        return _run_on_all_tokens(region, self, original, args, kwargs)
+    before = _calls_so_far(region)
     out = original(*args, **{name: None if _is_mask(name, value) else value for name, value in kwargs.items()})
-    _refuse_bypassed(self, region, before)
+    _check_calls(self, region, before)
     return out
 
 
 @torch.compiler.disable
-def _mixed_so_far(region: Region) -> Counter[str]:
+def _region_of(layer: torch.nn.Module) -> Region | None:
+    """The region that a layer runs in; None outside of one. Counts the layer among those that ran in the region.
+
+    Raises:
+        BatchError: The layer is being recomputed outside of its region, by a checkpoint that is not the model's own.
+    """
+    region = current_region()
+    if region is not None:
+        region.attended.setdefault(id(layer), len(region.attended))
+    elif in_backward_pass():
+        raise BatchError(
+            f"{type(layer).__name__} is recomputed in the backward pass by a checkpoint that is not the model's own, so that it has "
+            "no access to the shared sequence: it would start from an empty state at its own shard. Use the model's gradient "
+            "checkpointing (gradient_checkpointing_enable) instead of torch.utils.checkpoint around its layers."
+        )
+    return region
+
+
+@torch.compiler.disable
+def _calls_so_far(region: Region) -> Counter[str]:
     return region.mixed.copy()
 
 
 @torch.compiler.disable
-def _refuse_bypassed(layer: torch.nn.Module, region: Region, before: Counter[str]) -> None:
-    """Raise where a layer went another way than through what was put in place: a version of transformers that keeps a
-    function in the layer, or a kernel that somebody has bound.
+def _check_calls(layer: torch.nn.Module, region: Region, before: Counter[str]) -> None:
+    """Check that a layer called everything that is wrapped for it.
+
+    It does not if its version of transformers keeps a function in the layer, or if somebody has bound a kernel to it.
 
     Raises:
-        BatchError: names the layer and the functions.
+        BatchError: Names the layer and the functions.
     """
-    kind = type(layer)
-    wanted = set(_functions(kind)) - FUSED
-    if kind.__name__ in PARTS:
-        wanted.add(PARTS[kind.__name__][0])
-    bypassed = sorted(wanted - (region.mixed - before).keys())
+    cls = type(layer)
+    expected = set(functions_of(cls)) - FUSED_KERNELS
+    if cls.__name__ in SUBMODULES:
+        expected.add(SUBMODULES[cls.__name__][0])
+    bypassed = sorted(expected - (region.mixed - before).keys())
     if bypassed:
         raise BatchError(
-            f"{kind.__name__} of {patches.library(kind)} did not call {', '.join(bypassed)} where ds_cp has put its own: what mixes "
+            f"{cls.__name__} of {patches.library(cls)} did not call {', '.join(bypassed)} where ds_cp has put its own: what mixes "
             "tokens there saw this rank's shard only. Use another version of that library, leave out kernels that were bound to "
             "the layer, or take the key out for this model."
         )
 
 
 def _is_mask(name: str, value: Any) -> bool:
-    """Whether an argument says what is padding, which the region knows."""
+    """Whether an argument is a padding mask of this rank's tokens; the region knows the padding of all tokens."""
     return name in ("attention_mask", "conv_mask") and isinstance(value, (torch.Tensor, MaskDescriptor))
 
 
-def _run_whole(region: Region, layer: torch.nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
-    """A layer on all tokens, each document by itself; this rank's tokens of what it returns.
+def _run_on_all_tokens(
+    region: Region,
+    layer: torch.nn.Module,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a layer on all tokens, each document by itself; returns this rank's tokens of its results.
 
-    All documents run at once, padded to the longest: under ZeRO-3 each call of a module is a gather of the world, so their
-    number may not depend on one group's batch.
+    All documents run in one call, padded to the longest. Under ZeRO-3 each call of a module is a collective of all ranks, so
+    the number of calls must not depend on the batch of one group.
     """
-    values = [None if _is_mask(name, value) else value for name, value in (*enumerate(args), *kwargs.items())]
+    values = [*args, *(None if _is_mask(name, value) else value for name, value in kwargs.items())]
     length, rows = region.layout.local_len, len(region.documents.ranges)
-    local = [at for at, x in enumerate(values) if isinstance(x, torch.Tensor) and x.dim() > 1 and x.size(1) == length]
-    whole = [region.gather(values[at]).expand(rows, *(-1,) * (values[at].dim() - 1)) for at in local]
-    count, others = WHOLE[type(layer).__name__], []
+    per_token = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and x.dim() > 1 and x.size(1) == length]
+    gathered = [region.gather(values[i]).expand(rows, *(-1,) * (values[i].dim() - 1)) for i in per_token]
+    results = REPLICATED_LAYERS[type(layer).__name__]
+    other_results: list[Any] = []
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for at, x in zip(local, tensors):
-            values[at] = x
+        for i, x in zip(per_token, tensors):
+            values[i] = x
         out = original(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
         out = out if isinstance(out, tuple) else (out,)
-        others[:] = out[count:]
-        return out[:count]
+        other_results[:] = out[results:]
+        return out[:results]
 
-    mine = (*map(region.shard, region.per_document_single_call.run(run, *whole)), *(None for _ in others))
-    return mine if len(mine) > 1 else mine[0]
-
-
-@torch.compiler.disable
-def _region_of(layer: torch.nn.Module) -> Region | None:
-    """The region that a layer runs in, which then counts it.
-
-    Raises:
-        BatchError: the layer is being recomputed, and nothing says in which region it ran.
-    """
-    region = current_region()
-    if region is not None:
-        region.attended.setdefault(id(layer), len(region.attended))
-    elif torch._C._current_graph_task_id() != -1:
-        raise BatchError(
-            f"{type(layer).__name__} is recomputed in the backward pass by a checkpoint that is not the model's own, and nothing "
-            "tells it which sequence it belongs to: it would start from nothing at its own shard. Use the model's gradient "
-            "checkpointing (gradient_checkpointing_enable) instead of torch.utils.checkpoint around its layers."
-        )
-    return region
+    out = region.per_document_single_call.run(run, *gathered)
+    local = (*map(region.shard, out), *(None for _ in other_results))
+    return local if len(local) > 1 else local[0]
 
 
-def _function(name: str, original: Callable) -> Callable:
-    """A function of a modeling file, that shares its sequence inside a region."""
+# ---- functions and submodules that mix tokens -----------------------------------------------------------------
+
+
+def _share_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that mixes tokens, so that it runs on the whole sequence inside a region."""
     dims, out_dims = FUNCTIONS[name]
 
     @torch.compiler.disable
@@ -220,12 +188,14 @@ def _function(name: str, original: Callable) -> Callable:
         region = current_region()
         if region is None:
             return original(*args, **kwargs)
-        return _mixed(region, name, original, dims, out_dims, args, kwargs)
+        return _mix(region, name, original, dims, out_dims, args, kwargs)
 
     return shared
 
 
-def _unfused(original: Callable) -> Callable:
+def _returns_none_inside_region(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a fused kernel. None makes the layer call the functions that the kernel fuses."""
+
     @torch.compiler.disable
     @functools.wraps(original)
     def unless_shared(*args: Any, **kwargs: Any) -> Any:
@@ -235,34 +205,37 @@ def _unfused(original: Callable) -> Callable:
 
 
 @torch.compiler.disable
-def _part(owner: str, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A module of a layer, that shares its sequence inside a region."""
+def _submodule_forward(layer_class: str, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     original, region = MethodType(type(self).forward, self), current_region()
     if region is None:
         return original(*args, **kwargs)
-    name, dims, out_dims = PARTS[owner]
-    return _mixed(region, name, original, dims, out_dims, args, kwargs)
+    name, dims, out_dims = SUBMODULES[layer_class]
+    return _mix(region, name, original, dims, out_dims, args, kwargs)
 
 
-def _mixed(
+def _mix(
     region: Region,
     name: str,
-    original: Callable,
+    original: Callable[..., Any],
     dims: Mapping[str, str],
     out_dims: str,
-    args: tuple,
-    kwargs: dict,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    names, rest = [*dims], []
+    """Run a function that mixes tokens on the whole sequence, for this rank's part of the heads or channels."""
+    names = [*dims]
+    other_results: list[Any] = []
 
     def run(**arguments: Any) -> torch.Tensor:
         out = original(*(arguments.pop(name) for name in names[: len(args)]), *args[len(names) :], **arguments)
         if isinstance(out, tuple):
-            out, *rest[:] = out
-        return out
+            out, *other_results[:] = out
+        result: torch.Tensor = out
+        return result
 
-    run.__name__ = getattr(original, "__name__", type(original).__name__)
-    arguments = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in FACTS}
+    run.__name__ = getattr(original, "__name__", type(original).__name__)  # for the messages of mix
+    arguments = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in SHARD_ARGUMENTS}
     region.mixed[name] += 1
     out = region.mix(run, arguments, dims, out_dims)
-    return (out, *(None for _ in rest)) if rest else out  # states of a part of the heads are of no use to anyone
+    # the other results are final states, of this rank's heads only: no caller can use them
+    return (out, *(None for _ in other_results)) if other_results else out

@@ -1,7 +1,7 @@
-"""Rotary embeddings that choose their frequencies by the sequence length ("dynamic", "longrope").
+"""Rotary embeddings whose frequencies depend on the length of the sequence: RoPE types "dynamic" and "longrope".
 
-They take the length from the largest position that they see. Each rank sees its own tokens, so inside a region one more
-token with the whole batch's largest position is appended, and its angles are dropped again.
+They take the length from the largest position that they see, and a rank sees its own tokens. So inside a region a token with
+the largest position of the whole batch is appended, and its angles are dropped from the result.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 
 from ds_cp.patches.transformers.ambient import current_region
 
-BY_LENGTH = ("dynamic", "longrope")
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
-    """Hook every such module of a decoder; returns what undoes it."""
+    """Hook the length-dependent rotary embeddings of a decoder; returns what removes the hooks."""
     handles = []
-    for _, module in _by_length(decoder):
-        handles.append(module.register_forward_pre_hook(_append, with_kwargs=True))
-        handles.append(module.register_forward_hook(_drop))
+    for _, module in _length_dependent(decoder):
+        handles.append(module.register_forward_pre_hook(_append_last_position, with_kwargs=True))
+        handles.append(module.register_forward_hook(_drop_last_position))
 
     def undo() -> None:
         for handle in handles:
@@ -30,35 +30,38 @@ def attach(decoder: torch.nn.Module) -> Callable[[], None]:
 
 
 def inside_layers(decoder: torch.nn.Module) -> list[str]:
-    """Names of such modules that run again when their layer is recomputed, outside of any region."""
+    """Names of length-dependent rotary embeddings inside layers. They run again when their layer is recomputed, outside of any
+    region."""
     layers = [name for name, module in decoder.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    return [name for name, _ in _by_length(decoder) if any(name.startswith(layer + ".") for layer in layers)]
+    return [name for name, _ in _length_dependent(decoder) if any(name.startswith(layer + ".") for layer in layers)]
 
 
-def _by_length(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _length_dependent(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in decoder.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-        if any(known in str(kind) for kind in kinds for known in BY_LENGTH):
+        rope_type: Any = getattr(module, "rope_type", None)
+        rope_types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+        if any(known in str(each) for each in rope_types for known in LENGTH_DEPENDENT):
             yield name, module
 
 
 @torch.compiler.disable
-def _append(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _append_last_position(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     region = current_region()
     if region is None or region.last_position is None:
         return None
-    named = "position_ids" in kwargs
-    positions = kwargs["position_ids"] if named else args[1]
+    by_name = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if by_name else args[1]
     last = region.last_position.to(positions).expand(*positions.shape[:-1], 1)
     positions = torch.cat([positions, last], dim=-1)
-    if named:
+    if by_name:
         return args, kwargs | {"position_ids": positions}
     return (args[0], positions, *args[2:]), kwargs
 
 
 @torch.compiler.disable
-def _drop(module: torch.nn.Module, args: tuple, output: Any) -> Any:
+def _drop_last_position(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     region = current_region()
     if region is None or region.last_position is None:
         return None
