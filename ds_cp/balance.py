@@ -1,13 +1,15 @@
-"""The balanced layout: equally many tokens and nearly equal attention area for every rank of the ring.
+"""The balanced layout: every rank of the ring holds equally many tokens and computes nearly the same attention area.
 
-Slide a window of L tokens over the row: the windows side by side have the mean area on average, so some have less,
-some have more, and between them one has just the mean. Give that window to a rank, close the gap, and go on with what
-is left: its mean is still the same. R - 1 windows need at most 2(R - 1) cuts, so two runs per rank on average. That
-one interval of a circle can hold its share of two measures at once is a theorem (Stromquist and Woodall, "Sets on
-which several measures agree", 1985); of the windows whose area is near enough the one is taken whose ends tear the
-fewest keys from their queries, which keeps documents together. A dense causal row comes out as zigzag.
+The *area* of a set of tokens is the number of (query, key) pairs that are computed for these queries. Slide a window of L
+tokens over the row. Consecutive windows have the mean area on average, so some have less, some have more, and a window in
+between has exactly the mean. Assign that window to a rank, remove its tokens, and continue with the rest, whose mean is the
+same. R - 1 windows need at most 2(R - 1) cuts, so a rank has two runs on average. That one interval of a circle can hold its
+share of two measures at once is a theorem (Stromquist and Woodall, "Sets on which several measures agree", 1985).
 
-All is integers, so that every rank of the ring computes the same cut from the same documents.
+Of the windows whose area is close enough to the mean, the algorithm takes the one whose ends separate the fewest keys from
+their queries, which keeps documents on one rank. For a row that is one causal document the result is zigzag.
+
+All arithmetic is on integers, so that every rank of the ring computes the same layout from the same documents.
 """
 
 from __future__ import annotations
@@ -21,26 +23,27 @@ from ds_cp.layout import Layout, Run
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import BATCH_START, BATCH_STOP, CAUSAL, K_START, K_STOP, LEFT, Q_START, Q_STOP, RIGHT, Rule
 
-Tables = Sequence[tuple[np.ndarray, int]]
-"""The segments of each rule, int64 [n, 9], and how many layers have it; areas add up over layers and batch rows."""
+LayerSegments = Sequence[tuple[np.ndarray, int]]
+"""The segments of each rule, int64 [n, 9], and the number of layers with that rule. Areas are summed over layers and batch
+rows."""
 
 MAX_RUNS = 16
-"""Runs per rank: each is a row of launches."""
+"""Largest number of runs per rank. Each pair of runs on two ranks needs kernel launches of its own."""
 
-SLACK = 200
-"""A window's area may miss the mean of what is left by one part in this many."""
+AREA_TOLERANCE = 200
+"""A window's area may differ from the mean by 1 / AREA_TOLERANCE of it."""
 
-WORTH = 50
-"""Balance pays where it saves more than one part in this many."""
+MIN_GAIN = 50
+"""The balanced layout is chosen if it saves more than 1 / MIN_GAIN."""
 
-CELLS = 256
-"""Cells per rank between which windows start, besides the borders of the longest documents."""
+CELLS_PER_RANK = 256
+"""Windows start at the boundaries of cells. Number of cells in every L tokens, not counting boundaries of documents."""
 
-BORDERS = 128
-"""How many of the longest documents have their borders among the cells."""
+MAX_DOCUMENTS = 128
+"""Boundaries of this many of the longest documents are boundaries of cells too."""
 
-RUN_PRICE = 64
-"""A new cut costs as much as sending one row in this many of a rank's tokens."""
+CUT_COST = 64
+"""A cut costs as much as sending L / CUT_COST rows."""
 
 
 def choose(
@@ -52,99 +55,118 @@ def choose(
     documents: Documents,
     layers: Mapping[Rule, int] = {CAUSAL: 1},
 ) -> Layout:
-    """The layout of one batch.
+    """Choose the layout of one batch.
 
     Args:
         seq_len: S.
-        ring, ulysses: ranks on the two axes.
-        name: the layout of a batch without packed documents.
-        packed_name: the layout of a packed batch. Where it is ``"balanced"`` and ``name`` is not, balance must pay:
-            it lowers the largest area of a rank, or at the same area the rows that are sent.
-        documents: which tokens belong together.
-        layers: the rules that layers have, and how many have each.
+        ring: R, number of ranks on the ring axis.
+        ulysses: Number of ranks on the ulysses axis.
+        name: Layout of a batch without packed documents.
+        packed_name: Layout of a packed batch. If it is ``"balanced"`` and ``name`` is not, the balanced layout is used only
+            if it lowers the largest area of a rank or, at the same area, the number of rows that are sent.
+        documents: Documents of the batch.
+        layers: Rules of the layers, and the number of layers with each rule.
     """
-    wanted = packed_name if documents.packed else name
-    if wanted != "balanced" or ring == 1:
-        return Layout(seq_len, ring, ulysses, "contiguous" if wanted == "balanced" else wanted)
-    tables = [(documents.segments(rule), times) for rule, times in layers.items()]
+    requested = packed_name if documents.packed else name
+    if requested != "balanced" or ring == 1:
+        return Layout(seq_len, ring, ulysses, "contiguous" if requested == "balanced" else requested)
+    layer_segments = [(documents.segments(rule), count) for rule, count in layers.items()]
     padded_len = Layout(seq_len, ring, ulysses, "contiguous").padded_len
-    balanced = Layout(seq_len, ring, ulysses, "balanced", cut(tables, padded_len, ring))
+    balanced = Layout(seq_len, ring, ulysses, "balanced", balanced_runs(layer_segments, padded_len, ring))
     if name == "balanced":
         return balanced
     usual = Layout(seq_len, ring, ulysses, name)
-    area = AreaCurve.of(tables)
+    area = AreaCurve.of(layer_segments)
     before, after = (max(area.of_runs(runs) for runs in layout.ring_runs) for layout in (usual, balanced))
     if not (_is_less(after, before) or _is_less(before, after)):
-        before, after = (rows_sent(tables, layout.ring_runs) for layout in (usual, balanced))
+        before, after = (rows_sent(layer_segments, layout.ring_runs) for layout in (usual, balanced))
     return balanced if _is_less(after, before) else usual
 
 
 def _is_less(new: int, old: int) -> bool:
-    return new * WORTH < old * (WORTH - 1)
+    """Whether ``new`` is less than ``old`` by more than 1 / MIN_GAIN."""
+    return new * MIN_GAIN < old * (MIN_GAIN - 1)
 
 
-def cut(tables: Tables, padded_len: int, ring: int) -> tuple[tuple[Run, ...], ...]:
-    """For each ring rank the runs of global positions that it holds, in the form of ``Layout.ring_runs``.
+def balanced_runs(layer_segments: LayerSegments, padded_len: int, ring: int) -> tuple[tuple[Run, ...], ...]:
+    """Runs of global positions of each ring rank, as in :attr:`ds_cp.layout.Layout.ring_runs`.
 
     Args:
-        tables: what is to be balanced; positions that no segment covers have no area.
+        layer_segments: The attention to balance. Positions that no segment contains have no area.
         padded_len: S', a multiple of ``ring``.
-        ring: ranks.
+        ring: R.
     """
-    local = padded_len // ring
-    offsets = _cell_offsets(tables, local)
-    n = len(offsets)
-    starts = (np.arange(ring)[:, None] * local + offsets).ravel()
+    local_len = padded_len // ring
+    offsets = _cell_offsets(layer_segments, local_len)
+    cells_per_rank = len(offsets)
+    starts = (np.arange(ring)[:, None] * local_len + offsets).ravel()
     edges = np.append(starts, padded_len)
-    area = np.diff(AreaCurve.of(tables).before(edges))
-    torn = sum(times * _torn(segments, starts) for segments, times in tables)
-    price = torn + sum(times for _, times in tables) * local // RUN_PRICE
-    slack = int(area.sum()) // (SLACK * ring)
-    left, shares = np.arange(ring * n), []
+    area = np.diff(AreaCurve.of(layer_segments).before(edges))
+    cost = np.full(len(starts), sum(count for _, count in layer_segments) * local_len // CUT_COST)
+    for segments, count in layer_segments:
+        cost += count * _rows_separated(segments, starts)
+    tolerance = int(area.sum()) // (AREA_TOLERANCE * ring)
+    unassigned, shares = np.arange(ring * cells_per_rank), []
     for ranks in range(ring, 1, -1):
-        first = _best_window(left, n, ranks, area, price, slack)
-        shares.append(left[first : first + n])
-        left = np.concatenate([left[:first], left[first + n :]])
-    shares.append(left)
+        first = _best_window(unassigned, cells_per_rank, ranks, area, cost, tolerance)
+        last = first + cells_per_rank
+        shares.append(unassigned[first:last])
+        unassigned = np.concatenate([unassigned[:first], unassigned[last:]])
+    shares.append(unassigned)
     return tuple(sorted(_runs_of(share, edges) for share in shares))
 
 
-def _cell_offsets(tables: Tables, local: int) -> np.ndarray:
+def _cell_offsets(layer_segments: LayerSegments, local_len: int) -> np.ndarray:
     """Where cells start within every L tokens.
 
-    With a period of L every window of as many cells as a period has is exactly L tokens long, also after gaps of L
-    tokens were closed.
+    Cell boundaries repeat every L tokens, so any window with as many cells as a period has exactly L tokens, also after
+    other windows have been removed from the row.
     """
-    count = min(local, CELLS)
-    table = np.concatenate([segments for segments, _ in tables])
-    longest = np.argsort(table[:, Q_START] - table[:, Q_STOP], kind="stable")[:BORDERS]
-    borders = table[longest][:, [Q_START, Q_STOP]].ravel() % local
-    return np.unique(np.concatenate([np.arange(count) * local // count, borders]))
+    count = min(local_len, CELLS_PER_RANK)
+    segments = np.concatenate([segments for segments, _ in layer_segments])
+    longest = np.argsort(segments[:, Q_START] - segments[:, Q_STOP], kind="stable")[:MAX_DOCUMENTS]
+    boundaries = segments[longest][:, [Q_START, Q_STOP]].ravel() % local_len
+    return np.unique(np.concatenate([np.arange(count) * local_len // count, boundaries]))
 
 
-def _best_window(left: np.ndarray, n: int, ranks: int, area: np.ndarray, price: np.ndarray, slack: int) -> int:
-    """Index into ``left``, the cells that ``ranks`` ranks still have to share, of the first of the best n cells."""
-    total = np.append(0, np.cumsum(area[left]))
-    off = np.abs(ranks * (total[n:] - total[:-n]) - total[-1])
-    cut_before = np.ones(len(left) + 1, dtype=bool)
-    cut_before[1:-1] = np.diff(left) != 1
-    ends = np.append(price[left], 0)
-    ends[cut_before] = 0
-    cost = ends[:-n] + ends[n:]
-    # Bounded: the window's own pieces, and those that remain, which the last rank gets. The first window always is.
+def _best_window(
+    unassigned: np.ndarray, size: int, ranks: int, area: np.ndarray, cost: np.ndarray, tolerance: int
+) -> int:
+    """First cell of the best window.
+
+    Args:
+        unassigned: [n], the cells that are left for ``ranks`` ranks, in increasing order.
+        size: Number of cells per window.
+        ranks: Number of ranks without a window.
+        area: Area of each cell.
+        cost: Cost of a cut before each cell.
+        tolerance: Largest difference between the window's area and the mean.
+
+    Returns:
+        Index into ``unassigned``.
+    """
+    total = np.append(0, np.cumsum(area[unassigned]))
+    difference = np.abs(ranks * (total[size:] - total[:-size]) - total[-1])  # from the mean, times ranks
+    cut_before = np.ones(len(unassigned) + 1, dtype=bool)
+    cut_before[1:-1] = np.diff(unassigned) != 1
+    end_cost = np.append(cost[unassigned], 0)
+    end_cost[cut_before] = 0
+    window_cost = end_cost[:-size] + end_cost[size:]
+    # Both the window and the rest, which the last rank gets, must stay within MAX_RUNS. The first window always does.
     cuts = np.cumsum(cut_before)
-    touched = cuts[n:] - cuts[:-n] + cut_before[:-n]
-    inside = touched - cut_before[:-n] - cut_before[n:]
-    bounded = (inside < MAX_RUNS) & (cuts[-1] - touched <= MAX_RUNS)
-    near = np.flatnonzero(bounded & (off <= ranks * slack))
-    if not len(near):
-        allowed = np.flatnonzero(bounded)
-        return int(allowed[off[allowed].argmin()])
-    cheap = near[cost[near] == cost[near].min()]
-    return int(cheap[off[cheap].argmin()])
+    touched = cuts[size:] - cuts[:-size] + cut_before[:-size]
+    inside = touched - cut_before[:-size] - cut_before[size:]
+    allowed = (inside < MAX_RUNS) & (cuts[-1] - touched <= MAX_RUNS)
+    close = np.flatnonzero(allowed & (difference <= ranks * tolerance))
+    if not len(close):
+        candidates = np.flatnonzero(allowed)
+        return int(candidates[difference[candidates].argmin()])
+    cheapest = close[window_cost[close] == window_cost[close].min()]
+    return int(cheapest[difference[cheapest].argmin()])
 
 
 def _runs_of(cells: np.ndarray, edges: np.ndarray) -> tuple[Run, ...]:
+    """Runs of global positions that some cells, in increasing order, form."""
     breaks = np.flatnonzero(np.diff(cells) != 1)
     first, last = cells[np.append(0, breaks + 1)], cells[np.append(breaks, len(cells) - 1)]
     return tuple(zip(edges[first].tolist(), edges[last + 1].tolist()))
@@ -152,66 +174,73 @@ def _runs_of(cells: np.ndarray, edges: np.ndarray) -> tuple[Run, ...]:
 
 @dataclass(frozen=True)
 class AreaCurve:
-    """How many (query, key) pairs are seen before a position: piecewise quadratic.
+    """Area of the queries before a position, as a function of the position. It is piecewise quadratic.
 
     Attributes:
-        at: positions where the number of keys per query changes its course, increasing.
-        keys, slope: keys that the query at ``at`` sees, and how many more each query after it.
-        pairs: pairs of the queries before ``at``.
+        position: First query of each piece, increasing.
+        keys: Number of keys that the first query of the piece sees.
+        slope: Number of keys that each following query sees more than the one before it.
+        pairs: Area of the queries before the piece.
     """
 
-    at: np.ndarray
+    position: np.ndarray
     keys: np.ndarray
     slope: np.ndarray
     pairs: np.ndarray
 
     @staticmethod
-    def of(tables: Tables) -> "AreaCurve":
+    def of(layer_segments: LayerSegments) -> "AreaCurve":
         """The curve of all layers and batch rows together."""
-        table = np.concatenate([segments for segments, _ in tables])
+        table = np.concatenate([segments for segments, _ in layer_segments])
         q0, q1, k0, k1 = (table[:, column] for column in (Q_START, Q_STOP, K_START, K_STOP))
-        span = int(table[:, [Q_STOP, K_STOP]].max(initial=0))
-        left, right = np.minimum(table[:, LEFT], span), np.minimum(table[:, RIGHT], span)
-        layers = np.repeat([times for _, times in tables], [len(segments) for segments, _ in tables])
+        extent = int(table[:, [Q_STOP, K_STOP]].max(initial=0))  # replaces OPEN, to keep products small
+        left, right = np.minimum(table[:, LEFT], extent), np.minimum(table[:, RIGHT], extent)
+        layers = np.repeat([count for _, count in layer_segments], [len(segments) for segments, _ in layer_segments])
         rows = (table[:, BATCH_STOP] - table[:, BATCH_START]) * layers
-        # Query i sees the keys of [k0, k1) up to i + right, less those before i - left: four ramps max(0, i - knee).
-        at, keys, slope = [], [], []
+        # Query i sees the keys of [k0, k1) up to i + right, minus those before i - left. That is a sum of four ramps
+        # max(0, i - knee) with i in [q0, q1). Each ramp is recorded as the changes of keys and slope at its start and stop.
+        positions, key_changes, slope_changes = (
+            [np.zeros(1, np.int64)],
+            [np.zeros(1, np.int64)],
+            [np.zeros(1, np.int64)],
+        )
         for knee, sign in ((k0 - right - 1, 1), (k1 - right - 1, -1), (k0 + left, -1), (k1 + left, 1)):
             rises = np.flatnonzero(knee < q1 - 1)
             knee, stop, weight = knee[rises], q1[rises], sign * rows[rises]
             start = np.maximum(q0[rises], knee)
-            at += [start, stop]
-            keys += [weight * (start - knee), weight * (knee - stop)]
-            slope += [weight, -weight]
-        order = np.argsort(np.concatenate([*at, [0]]), kind="stable")
-        at = np.concatenate([*at, [0]])[order]
-        slope = np.cumsum(np.concatenate([*slope, [0]])[order])
-        step, slope_before = np.diff(at, prepend=0), np.append(0, slope[:-1])
-        keys = np.cumsum(np.concatenate([*keys, [0]])[order] + slope_before * step)
+            positions += [start, stop]
+            key_changes += [weight * (start - knee), weight * (knee - stop)]
+            slope_changes += [weight, -weight]
+        order = np.argsort(np.concatenate(positions), kind="stable")
+        position = np.concatenate(positions)[order]
+        slope = np.cumsum(np.concatenate(slope_changes)[order])
+        step, slope_before = np.diff(position, prepend=0), np.append(0, slope[:-1])
+        keys = np.cumsum(np.concatenate(key_changes)[order] + slope_before * step)
         pairs = np.cumsum(np.append(0, keys[:-1]) * step + slope_before * (step * (step - 1) // 2))
-        return AreaCurve(at, keys, slope, pairs)
+        return AreaCurve(position, keys, slope, pairs)
 
     def before(self, positions: np.ndarray) -> np.ndarray:
-        """Pairs whose query stands before each position (from 0), int64 of the same shape."""
-        piece = np.searchsorted(self.at, positions, side="right") - 1
-        step = positions - self.at[piece]
-        return self.pairs[piece] + self.keys[piece] * step + self.slope[piece] * (step * (step - 1) // 2)
+        """Area of the queries before each position (0 or larger), int64 of the same shape."""
+        piece = np.searchsorted(self.position, positions, side="right") - 1
+        step = positions - self.position[piece]
+        area: np.ndarray = self.pairs[piece] + self.keys[piece] * step + self.slope[piece] * (step * (step - 1) // 2)
+        return area
 
     def of_runs(self, runs: Sequence[Run]) -> int:
-        """Pairs whose query stands in one of the runs."""
+        """Area of the queries in some runs."""
         first, last = self.before(np.array(runs).T)
         return int((last - first).sum())
 
 
-def _torn(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """About how many rows must travel because of a cut before each position, [len(positions)]."""
+def _rows_separated(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Approximate number of K/V rows that must be sent because of a cut before each position, [len(positions)]."""
     worst = np.zeros(len(positions), dtype=np.int64)
     for batch_row in np.unique(segments[:, BATCH_START]):
         lines = segments[segments[:, BATCH_START] == batch_row]
         lines = lines[np.argsort(lines[:, Q_START], kind="stable")]
         starts = lines[:, Q_START]
         line = np.maximum(np.searchsorted(starts, positions, side="right") - 1, 0)
-        line = np.searchsorted(starts, starts[line])  # of a document's lines the one with its first key
+        line = np.searchsorted(starts, starts[line])  # a document's first line, which has its first key
         keys_before = np.clip(positions - lines[line, K_START], 0, lines[line, LEFT])
         keys_after = np.clip(lines[line, K_STOP] - positions, 0, lines[line, RIGHT])
         inside = (starts[line] < positions) & (positions < lines[line, Q_STOP])
@@ -219,12 +248,13 @@ def _torn(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return worst
 
 
-def rows_sent(tables: Tables, ring_runs: Sequence[Sequence[Run]]) -> int:
-    """Rows of K and V that travel in one forward, summed over layers and ranks: what queries need and their rank lacks."""
-    return sum(times * _rows_lacked(segments, runs) for segments, times in tables for runs in ring_runs)
+def rows_sent(layer_segments: LayerSegments, ring_runs: Sequence[Sequence[Run]]) -> int:
+    """Number of K/V rows that are sent in one forward pass, summed over layers and ranks."""
+    return sum(count * _rows_received(segments, runs) for segments, count in layer_segments for runs in ring_runs)
 
 
-def _rows_lacked(segments: np.ndarray, runs: Sequence[Run]) -> int:
+def _rows_received(segments: np.ndarray, runs: Sequence[Run]) -> int:
+    """Number of rows that the queries in a rank's runs need and that lie outside of the runs."""
     held = np.array(runs)
     starts, stops = [held[:, 0]], [held[:, 1]]
     for start, stop in runs:
@@ -238,7 +268,7 @@ def _rows_lacked(segments: np.ndarray, runs: Sequence[Run]) -> int:
 
 
 def _covered(starts: np.ndarray, stops: np.ndarray) -> int:
-    """Length of a union of ranges."""
+    """Number of positions in the union of some ranges."""
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(stops[order])
     return int((reach - np.maximum(starts, np.append(starts[0], reach[:-1]))).clip(0).sum())

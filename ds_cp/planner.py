@@ -1,4 +1,4 @@
-"""From the key, the model's facts and the world to a frozen plan: every "auto" is decided here, with its reason."""
+"""Decisions before the model runs: :func:`resolve` turns config and model facts into a :class:`Plan` without any "auto"."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ds_cp.attention.kernels import available
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.config import KEY, ConfigError, ContextParallelConfig
 
-KV_BLOCK = 8192
-"""Tokens of a block of K and V, where "offload_kv" names none."""
+DEFAULT_KV_BLOCK = 8192
+"""Tokens per block of K and V for ``"offload_kv": true``."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a plan depends on.
+    """Facts of a model that a plan depends on.
 
     Attributes:
-        name: how messages call the model.
-        heads: H and h of each attention layer, every distinct pair once.
-        head_dims: of q, k and v, every distinct one once; empty where they are not known.
+        name: Name of the model in messages.
+        heads: Distinct pairs (query heads, key/value heads) of the attention layers.
+        head_dims: Distinct head dims of queries, keys and values; empty if they are unknown.
     """
 
     name: str
@@ -34,14 +34,20 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model's sequences are shared; the other fields are the key's, with every ``"auto"`` decided.
+    """How the sequences of one model are divided between ranks. The same on all ranks of the world.
+
+    Fields without a description are those of :class:`~ds_cp.config.ContextParallelConfig`, with every ``"auto"`` decided.
 
     Attributes:
-        size: ring x ulysses.
-        packed_layout: for batches with several documents in a row, where it pays; ``layout`` for all others.
-        tiled_mlp: None for wherever a forward's tokens are many.
-        offload_kv: tokens of a block, 0 for off.
-        reasons: why, per field.
+        size: Number of ranks per context-parallel group, ``ring * ulysses``.
+        ring: Number of ranks on the ring axis.
+        ulysses: Number of ranks on the ulysses axis.
+        layout: Layout of batches without packed documents.
+        packed_layout: Layout of batches with packed documents. If it is ``"balanced"`` and ``layout`` is not, it is used
+            where it pays (:func:`ds_cp.balance.choose`).
+        tiled_mlp: Whether MLPs run in chunks of tokens. None if each forward decides by the size of its activations.
+        offload_kv: Tokens per chunk of a layer and per block of K and V; 0 if K and V stay on the device.
+        reasons: Why a field has its value, for ``method``, ``layout`` and ``kernel``.
     """
 
     size: int
@@ -63,42 +69,36 @@ class Plan:
 
     @property
     def layout_text(self) -> str:
-        return (
-            self.layout if self.packed_layout == self.layout else f"{self.layout}; {self.packed_layout} for packed rows"
-        )
+        if self.packed_layout == self.layout:
+            return self.layout
+        return f"{self.layout}; {self.packed_layout} for packed rows"
 
     @property
     def prefetch_steps(self) -> int:
-        """How many steps' rows may be under way at once on the ring axis."""
+        """Number of ring steps whose K/V rows are in flight while a step is computed: all of them for all-gather."""
         return max(1, self.ring - 1) if self.method == "allgather" else 1
 
 
 def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, device: str) -> Plan:
-    """Decide every "auto".
+    """Decide every ``"auto"``.
 
     Args:
-        config: a checked key with an explicit ``size``.
-        facts: of the model.
-        node_size: ranks per node; ulysses stays inside a node, because its all-to-all is exposed, so it divides this.
-        device: ``"cpu"``, ``"cuda"``, ...
+        config: Checked config with a number as ``size``.
+        facts: Facts of the model.
+        node_size: Number of ranks per node. An automatic ulysses axis divides it, so that its all-to-all, which does not
+            overlap with computation, stays inside a node.
+        device: Device type, ``"cpu"``, ``"cuda"``, ...
 
     Raises:
-        ConfigError: a method that the model's heads do not allow, naming one that does; a kernel that cannot run here.
+        ConfigError: The model's heads do not allow the method (the message names one that they allow), or the kernel cannot
+            run here.
     """
     size = config.size
-    assert isinstance(size, int), "normalise() fills the size"
-    method, ulysses, why = _method(config, facts, node_size)
+    assert isinstance(size, int), "normalise() fills in the size"
+    method, ulysses, method_reason = _method(config, facts, node_size)
     ring = size // ulysses
-    reasons = {"method": why}
-    layout = packed_layout = config.layout
-    reasons["layout"] = "as configured"
-    if layout == "auto" and ring > 1:
-        layout, packed_layout = "zigzag", "balanced"
-        reasons["layout"] = "equal causal work on every ring rank"
-    elif layout == "auto":
-        layout = packed_layout = "contiguous"
-        reasons["layout"] = "one ring shard holds the whole sequence in order"
-    kernel, reasons["kernel"] = _kernel(config, facts, device)
+    layout, packed_layout, layout_reason = _layout(config, ring)
+    kernel, kernel_reason = _kernel(config, facts, device)
     return Plan(
         size=size,
         ring=ring,
@@ -110,22 +110,24 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         checks=config.checks,
         timeout=config.timeout,
         unverified=config.unverified,
-        tiled_loss=config.tiled_loss is not False,  # as exact, no slower, and never [L, vocab]
+        tiled_loss=config.tiled_loss is not False,  # auto: on, it is exact, no slower, and never needs [L, vocab]
         tiled_mlp=None if config.tiled_mlp == "auto" else config.tiled_mlp,
-        offload_activations=config.offload_activations is True,  # auto: off, for its copies were not measured on a GPU
+        offload_activations=config.offload_activations is True,  # auto: off, its copies were not measured on a GPU
         offload_kv=_kv_block(config.offload_kv),
         recompute_attention=config.recompute_attention,
-        reasons=reasons,
+        reasons={"method": method_reason, "layout": layout_reason, "kernel": kernel_reason},
     )
 
 
 def _kv_block(requested: bool | int | str) -> int:
-    """Tokens of a block, 0 for none; "auto" is none, for its copies were not measured on a GPU."""
-    return KV_BLOCK if requested is True else 0 if requested == "auto" else int(requested)
+    """Tokens per block, 0 for no offloading. "auto" is 0, because the copies were not measured on a GPU."""
+    if requested == "auto":
+        return 0
+    return DEFAULT_KV_BLOCK if requested is True else int(requested)
 
 
 def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) -> tuple[str, int, str]:
-    """(method, ulysses ranks, why)."""
+    """Method, size of the ulysses axis, and the reason."""
     size, requested = config.size, config.method
     assert isinstance(size, int)
     if config.ulysses_size != "auto" and requested not in ("auto", "hybrid"):
@@ -146,22 +148,19 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
             raise ConfigError(_no_split(facts, ulysses, fits))
         return "hybrid", ulysses, "as configured"
     even = [u for u in fits if all(q % u == 0 for q, _ in facts.heads)]
-    near = [u for u in even if node_size % u == 0]  # others would straddle two nodes
+    in_node = [u for u in even if node_size % u == 0]  # others would straddle two nodes
     if requested == "hybrid":
-        inside, across = ([u for u in some if 1 < u < size] for some in (near, fits))
-        if not across:
+        inside, any_fit = ([u for u in sizes if 1 < u < size] for sizes in (in_node, fits))
+        if not any_fit:
             raise ConfigError(
                 f'"{KEY}.method" is "hybrid", but no split of {size} ranks into ulysses x ring with both above 1 fits '
                 f'{facts.name} ({facts.heads_text}). Use "ring", or a size with such a factor. Nothing was started.'
             )
         if not inside:
-            return (
-                "hybrid",
-                max(across),
-                "the largest ulysses that heads allow; its groups straddle nodes or split unevenly",
-            )
+            reason = "the largest ulysses that heads allow; its groups straddle nodes or split unevenly"
+            return "hybrid", max(any_fit), reason
         return "hybrid", max(inside), "the largest ulysses that heads and node allow"
-    best = max(near)
+    best = max(in_node)
     if best == size:
         return "ulysses", size, f"{facts.heads_text} split over {size} ranks of one node"
     if best > 1:
@@ -169,8 +168,17 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
     return "ring", 1, f"{facts.heads_text} do not split over the ranks of a node"
 
 
+def _layout(config: ContextParallelConfig, ring: int) -> tuple[str, str, str]:
+    """Layout, layout of packed batches, and the reason."""
+    if config.layout != "auto":
+        return config.layout, config.layout, "as configured"
+    if ring > 1:
+        return "zigzag", "balanced", "equal causal work on every ring rank"
+    return "contiguous", "contiguous", "one ring shard holds the whole sequence in order"
+
+
 def _kernel(config: ContextParallelConfig, facts: ModelFacts, device: str) -> tuple[str, str]:
-    """(kernel, why)."""
+    """Kernel, and the reason."""
     if config.kernel == "auto":
         return available.best(device, facts.head_dims)
     problem = available.problem(config.kernel, device)
@@ -194,14 +202,24 @@ def _no_split(facts: ModelFacts, requested: int, fits: list[int]) -> str:
 def exchanged_bytes(
     ring: int, ulysses: int, local_len: int, heads: tuple[int, int], dims: tuple[int, int], item: int
 ) -> float:
-    """Bytes that a rank sends per layer in the forward pass of bidirectional dense attention.
+    """Bytes that a rank sends per layer in the forward pass of bidirectional attention without packed documents.
 
-    ``(U-1)/U e L (H + h')(d + dv)`` for the all-to-alls and ``(R-1) e L h' (d + dv)`` for ring or all-gather, with h' the
-    key/value heads after repetition, d the dim of queries and keys, dv that of values, and L tokens per rank (Jacobs et al.
-    2023; Liu et al. 2023). Causal zigzag needs 0.75 of the ring's part, causal contiguous half of it on average.
+    The all-to-alls send ``(U-1)/U * e * L * (H + h') * (d + dv)`` bytes and ring or all-gather ``(R-1) * e * L * h' * (d + dv)``,
+    where U and R are the sizes of the ulysses and ring axes, e the bytes per element, L the tokens per rank, H the query heads,
+    h' the key/value heads after repetition, d the dim of queries and keys and dv that of values (Jacobs et al. 2023; Liu et al.
+    2023). On the ring, causal attention sends 0.75 of it with the zigzag layout and half of it, on average, with the contiguous.
+
+    Args:
+        ring: R.
+        ulysses: U.
+        local_len: L.
+        heads: Query heads H and key/value heads before repetition.
+        dims: d and dv.
+        item: e.
     """
     query_heads, key_heads = heads
     split = HeadSplit.plan(query_heads, key_heads, ulysses)
     assert split is not None
-    repeated, row = key_heads * split.repeat, item * local_len * sum(dims)
-    return (ulysses - 1) / ulysses * row * (query_heads + repeated) + (ring - 1) * row * repeated
+    repeated_key_heads, bytes_per_head = key_heads * split.repeat, item * local_len * sum(dims)
+    all_to_all = (ulysses - 1) / ulysses * bytes_per_head * (query_heads + repeated_key_heads)
+    return all_to_all + (ring - 1) * bytes_per_head * repeated_key_heads
