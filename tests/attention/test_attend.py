@@ -1,4 +1,4 @@
-"""The four steps against attention written out for the whole sequence, in fp64, ranks as threads of one process."""
+"""Ring attention and Ulysses on ranks that are threads of one process, compared in fp64 with attention of the whole sequence."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_packed_rows_under_every_rule_equal_one_process(ranks, rule, name, kerne
     assert_equal(got, one_process(*tensors, documents, RULES[rule]), 1e-10)
 
 
-def test_keys_that_are_laid_together_first_give_the_same_bits(monkeypatch):
+def test_concatenated_keys_give_bitwise_equal_results(monkeypatch):
     tensors, layout = inputs(2, 6, 3, 37, 16, 8), Layout(37, 3, 1, "zigzag")
     want, _ = shared_attention(*tensors, [[17, 20], [37]], Band(9, 0), layout, "torch")
     monkeypatch.setattr(torch_flash, "MANY_KEYS", 1)
@@ -86,7 +86,7 @@ def test_rows_that_see_no_key_merge_to_zero_without_nan():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bf16_error_does_not_grow_with_the_ring(ranks):
-    """C1 for bf16: no worse than 1.5 times the one-process bf16 kernel, median of 5 seeds."""
+    """At most 1.5 times the error of the bf16 kernel in one process, in the median of 5 seeds."""
     shared_errors, own_errors = [], []
     for seed in range(5):
         tensors = inputs(1, 4, 2, 256, 32, 32, seed=seed)
@@ -101,8 +101,8 @@ def test_bf16_error_does_not_grow_with_the_ring(ranks):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bf16_blocks_are_accumulated_in_fp32(seed):
-    """At ring 16, rounding after each merge would show: measured 3.7e-3 for out, 8.7e-3 for lse, 6.2e-3 for dK and dV
-    where fp32 leaves 2.3e-3 (out) and 3.3e-3 (gradients), which is the rounding of a single block."""
+    """On 16 ranks, rounding to bf16 after each merge gives errors of 3.7e-3 (out), 8.7e-3 (lse) and 6.2e-3 (dK, dV).
+    Accumulation in fp32 gives 2.3e-3 (out) and 3.3e-3 (gradients), the rounding error of a single block."""
     tensors = [x.bfloat16() for x in inputs(1, 2, 1, 512, 32, 32, seed=seed)]
     want = one_process(*(x.double() for x in tensors), [[512]], CAUSAL)
     got, _ = shared_attention(*tensors, [[512]], CAUSAL, Layout(512, 16, 1), "torch")
@@ -118,7 +118,7 @@ BYTES = [
     (8, "zigzag", CAUSAL, 0.75),
     (4, "contiguous", CAUSAL, 0.5),
     (8, "contiguous", CAUSAL, 0.5),
-    (8, "zigzag", Band(15, 0), 0.125),  # window of S/16: each chunk needs its left neighbour's last tokens only
+    (8, "zigzag", Band(15, 0), 0.125),  # window of S/16: each chunk needs the last tokens of its left neighbor only
 ]
 
 
@@ -148,8 +148,8 @@ def test_packed_documents_send_only_what_another_rank_shares():
 
 @pytest.mark.parametrize("query_heads, key_heads", [(8, 8), (8, 2), (8, 1), (12, 3), (9, 3), (7, 7), (28, 7)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_heads_travel_to_their_rank_and_back(query_heads, key_heads, ranks):
-    """Integer-tagged tensors: every value lands where its head, token, row and batch say."""
+def test_ulysses_sends_each_head_to_its_rank_and_back(query_heads, key_heads, ranks):
+    """Each value is unique, so that its position shows batch row, head, token and channel."""
     split = HeadSplit.plan(query_heads, key_heads, ranks)
     if split is None:
         assert query_heads % ranks and key_heads < ranks
@@ -173,20 +173,20 @@ def test_heads_travel_to_their_rank_and_back(query_heads, key_heads, ranks):
     repeated = k.repeat_interleave(split.repeat, 1)
     for u, ((own_q, own_k, own_v), (back_q, back_k, back_v), calls) in enumerate(in_process.run(ranks, rank)):
         mine = slice(u * local, (u + 1) * local)
-        assert torch.equal(own_q, q[:, first_q : first_q + split.query[u]])
-        assert torch.equal(own_k, repeated[:, first_k : first_k + split.key[u]])
+        assert torch.equal(own_q, q[:, first_q : first_q + split.query_heads[u]])
+        assert torch.equal(own_k, repeated[:, first_k : first_k + split.kv_heads[u]])
         assert torch.equal(own_v, -own_k[..., :1])
         assert torch.equal(back_q, q[:, :, mine])
         assert torch.equal(back_k, split.repeat * k[:, :, mine])
         assert torch.equal(back_v, -back_k[..., :1])
         assert calls["forward"] == 2, "one message each way"
-        first_q, first_k = first_q + split.query[u], first_k + split.key[u]
+        first_q, first_k = first_q + split.query_heads[u], first_k + split.kv_heads[u]
     assert (first_q, first_k) == (query_heads, key_heads * split.repeat)
 
 
 @pytest.fixture
-def memory_of_nobody_is_nan():
-    """New tensors that nobody has filled hold NaN instead of whatever was there."""
+def uninitialized_memory_is_nan():
+    """New tensors that are not initialized contain NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -203,8 +203,8 @@ GAPS = {
 @pytest.mark.parametrize("kernel", ["torch", "reference"])
 @pytest.mark.parametrize("rule", GAPS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_not_written_first_is_filled(ranks, rule, kernel, memory_of_nobody_is_nan):
-    """With sinks, so that a query without keys has an output: 0."""
+def test_uninitialized_memory_is_never_read(ranks, rule, kernel, uninitialized_memory_is_nan):
+    """With sinks, the output of a query without keys is defined: 0."""
     assert torch.empty(3).isnan().all()
     tensors, sinks = inputs(2, 4, 2, 37, 8, 8), torch.randn(4, dtype=torch.float64)
     documents, rule = [[17, 1, 19], [37]], GAPS[rule]
@@ -227,19 +227,19 @@ def planned(lengths, ranks, rank, kernel="torch"):
     return found
 
 
-def test_documents_of_one_length_are_one_call_that_is_never_added_up():
+def test_documents_of_equal_length_are_one_kernel_call_without_accumulation():
     found = planned([8, 8, 8, 8], 2, 1)
     assert [len(step) for step in found.calls] == [1, 0]
-    assert found.calls[0][0].work.times == 2
+    assert found.calls[0][0].work.n_tiles == 2
     assert found.queries.single_call and found.keys[0].single_call
 
 
-def test_rows_are_written_by_who_comes_first_and_added_to_by_the_rest():
+def test_the_first_kernel_call_writes_rows_and_later_calls_accumulate():
     """Rank 1 of 2 holds positions 8-15; the document 4-11 needs four rows of rank 0."""
     own, arrived = planned([4, 8, 4], 2, 1).calls
-    assert [(call.q.index[2], call.q.first, call.k.first) for call in own] == [(slice(0, 8), True, True)]
-    assert [(call.q.index[2], call.q.first, call.k.first) for call in arrived] == [(slice(0, 4), False, True)]
+    assert [(call.q.slices[2], call.q.first, call.k.first) for call in own] == [(slice(0, 8), True, True)]
+    assert [(call.q.slices[2], call.q.first, call.k.first) for call in arrived] == [(slice(0, 4), False, True)]
     coverage = planned([4, 8, 4], 2, 1)
-    assert not coverage.queries.gaps and not coverage.queries.single_call
+    assert not coverage.queries.has_gaps and not coverage.queries.single_call
     assert coverage.keys[0].single_call and coverage.keys[1].single_call
     assert not planned([4, 8, 4], 2, 0).keys[0].single_call, "their gradients come home from rank 1"

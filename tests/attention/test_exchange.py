@@ -1,4 +1,4 @@
-"""Memory of an exchange: what is allocated in a pass, and when it is lent again."""
+"""Receive buffers of an exchange: how many are allocated in a pass, and when they are reused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ RANKS = 5
 
 
 @pytest.mark.parametrize("ahead, memories", [(1, 2), (2, 3), (RANKS - 1, RANKS - 1)])
-def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, memories):
+def test_a_pass_allocates_as_many_receive_buffers_as_are_in_use(ahead, memories):
     layout = Layout(8 * RANKS, RANKS, 1, "contiguous")
     segments = Documents.find(1, 8 * RANKS).segments(Band(OPEN, OPEN))
 
@@ -24,7 +24,7 @@ def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, m
         held, home = [], (torch.zeros_like(key), torch.zeros_like(key))
         for step, k, v in exchange.received(key, key + 0.5):
             assert (k == step.source).all() and (v == step.source + 0.5).all()
-            held += [k] if step.source != group.rank else []  # held: an allocator could not lend it again
+            held += [k] if step.source != group.rank else []  # held, so that the allocator cannot reuse it
             if step.source != group.rank:
                 exchange.return_gradients(step, torch.full((8, 1, 2, 8), float(group.rank)), home)
         exchange.finish(home)
@@ -34,17 +34,17 @@ def test_the_steps_of_a_pass_receive_into_as_many_buffers_as_are_in_use(ahead, m
     assert in_process.run(RANKS, rank) == [memories] * RANKS
 
 
-def test_memory_grows_to_the_largest_piece_and_is_lent_again():
+def test_a_buffer_grows_to_the_largest_request_and_is_reused():
     like, memory = torch.zeros(1), RotatingBuffers(2)
-    pieces = [memory.rows(like, (n, 3), torch.float64) for n in (2, 4, 6, 1, 5, 0)]
+    pieces = [memory.take(like, (n, 3), torch.float64) for n in (2, 4, 6, 1, 5, 0)]
     assert [tuple(piece.shape) for piece in pieces] == [(n, 3) for n in (2, 4, 6, 1, 5, 0)]
     places = [piece.untyped_storage().data_ptr() for piece in pieces]
-    assert places[4] == places[2] != places[0]  # the third outgrew the first's memory
+    assert places[4] == places[2] != places[0]  # the third request is larger than the buffer of the first
     assert places[1] == places[3] == places[5]
 
 
-def test_rows_of_another_width_get_memory_of_their_own():
+def test_rows_of_another_width_get_a_separate_buffer():
     memory = RotatingBuffers(1)
-    assert [tuple(memory.rows(torch.zeros(1), shape, torch.float64).shape) for shape in ((4, 3), (2, 5), (4, 3))] == [
+    assert [tuple(memory.take(torch.zeros(1), shape, torch.float64).shape) for shape in ((4, 3), (2, 5), (4, 3))] == [
         (4, 3), (2, 5), (4, 3)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Merging partial attention: the formula, and the kernel that torch compiles from it."""
+"""Merging partial attention: the eager function and the compiled one."""
 
 import shutil
 
@@ -12,7 +12,7 @@ NONE = float("-inf")
 
 
 def parts(length, batch=1, dtype=torch.float32, part_dtype=torch.bfloat16, rows=slice(None)):
-    """out, lse, part, part_lse; the first query saw no key at all, the second only in the part, the third only before."""
+    """out, lse, part, part_lse. The first query has no key, the second has keys in the part only, the third in out only."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape):
@@ -29,7 +29,7 @@ def parts(length, batch=1, dtype=torch.float32, part_dtype=torch.bfloat16, rows=
 
 
 def by_hand(out, lse, part, part_lse):
-    """In fp64, with weights written out."""
+    """The definition of the merge in fp64."""
     out, lse, part, part_lse = (x.double() for x in (out, lse, part, part_lse))
     a, b = lse.exp().unsqueeze(-1), part_lse.exp().unsqueeze(-1)
     return torch.where(a + b > 0, (a * out + b * part) / (a + b), 0), (a + b).log().squeeze(-1)
@@ -47,7 +47,7 @@ def check(function, tensors, tolerance):
 
 
 def view_of_more(tensors, start):
-    """The totals as views into longer ones, as a tile's queries are."""
+    """`out` and `lse` as views of longer tensors, like the queries of a tile."""
     out, lse, part, part_lse = tensors
     long_out, long_lse = out.new_zeros(out.size(0), 3 * out.size(2), 6, 40).transpose(1, 2), lse.repeat(1, 1, 3)
     rows = slice(start, start + out.size(2))
@@ -72,7 +72,7 @@ def test_the_compiled_kernel_is_the_formula_and_serves_every_length():
     assert compiled._run is not compiled._plain
 
 
-def test_kinds_past_the_compilers_limit_run_uncompiled(monkeypatch):
+def test_signatures_beyond_the_recompile_limit_run_uncompiled(monkeypatch):
     torch._dynamo.reset()
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend="aot_eager", **how))
@@ -83,7 +83,7 @@ def test_kinds_past_the_compilers_limit_run_uncompiled(monkeypatch):
         check(compiled, view_of_more(parts(9, batch, dtype), 5), 2e-6)
 
 
-def test_what_does_not_compile_runs_as_it_is_and_is_not_tried_again(monkeypatch):
+def test_after_a_failed_compilation_the_eager_function_runs_and_compilation_is_not_retried(monkeypatch):
     tried = []
 
     def refuses(*tensors):
@@ -100,7 +100,7 @@ def test_what_does_not_compile_runs_as_it_is_and_is_not_tried_again(monkeypatch)
         compiled(*parts(12)[:3], torch.zeros(1, 6, 5))
 
 
-def test_a_nan_on_either_side_is_one_of_the_whole():
+def test_a_nan_in_either_part_is_a_nan_of_the_result():
     for which in range(4):
         tensors = parts(9, dtype=torch.float64, part_dtype=torch.float64)
         tensors[which][0, 2, 5] = torch.nan

@@ -1,4 +1,4 @@
-"""Score rules: sinks, softcap, ALiBi, masks by index or given whole, dropout; each against the formulas, in fp64."""
+"""Softcap, sinks and dropout compared with the formulas in fp64; memory and synchronization of attention."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def keep_of(dropout, batch, heads, length):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_dropout_hides_the_same_pairs_however_the_sequence_is_cut(ranks):
+def test_dropout_drops_the_same_pairs_for_every_sharding(ranks):
     dropout = Dropout(0.3, seed=2**62 + 12345)
     keep = keep_of(dropout, 2, HEADS, LENGTH).double() / 0.7
     tensors = inputs(2, HEADS, 3, LENGTH, 16, 16)
@@ -83,7 +83,7 @@ def test_dropout_hides_the_same_pairs_however_the_sequence_is_cut(ranks):
     assert_equal(got, one_process(*tensors, DOCUMENTS, CAUSAL, keep=keep), 1e-10)
 
 
-def test_dropout_of_some_heads_is_a_part_of_the_dropout_of_all():
+def test_dropout_of_a_slice_of_heads_is_a_slice_of_the_dropout():
     score = Score(1.0, dropout=Dropout(0.5, seed=9))
     index = torch.arange(16)
     part = score.of_heads(4, 6).of_heads(1, 2).dropout
@@ -93,7 +93,7 @@ def test_dropout_of_some_heads_is_a_part_of_the_dropout_of_all():
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_dropout_is_right_on_average_and_in_every_direction(rate):
+def test_dropout_has_the_right_mean_along_every_dim_and_no_correlation(rate):
     keep = keep_of(Dropout(rate, seed=5), 4, 8, 256).double()
     spread = (rate * (1 - rate)) ** 0.5
     assert abs(keep.mean() - (1 - rate)) < 4 * spread / keep.numel() ** 0.5
@@ -122,7 +122,7 @@ def test_dropout_is_right_on_average_and_in_every_direction(rate):
 )
 @pytest.mark.parametrize("rule", [CAUSAL, EVERYTHING, Band(90, 20)], ids=["causal", "everything", "window"])
 def test_no_kernel_holds_the_scores_of_all_pairs(rule, score, monkeypatch):
-    """With blocks of 64 no tensor is larger than 64 x 64 scores or than the sequence itself."""
+    """With blocks of 64, no tensor is larger than 64 x 64 scores per head or than the inputs."""
     monkeypatch.setattr(reference, "BLOCK", 64)
     length, heads, dim = 640, 2, 8
     q, k, v, grad_out = inputs(1, heads, heads, length, dim, dim)
@@ -143,7 +143,7 @@ def test_no_kernel_holds_the_scores_of_all_pairs(rule, score, monkeypatch):
 
 
 class NoValueRead(TorchDispatchMode):
-    """Raises when a tensor's value is turned into a number, for which the host would wait for the device."""
+    """Raises when the value of a tensor is read, which synchronizes with the device."""
 
     READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
@@ -163,7 +163,7 @@ class NoValueRead(TorchDispatchMode):
     ],
     ids=["plain", "softcap and sinks", "dropout", "ALiBi", "buckets"],
 )
-def test_nothing_in_a_layer_waits_for_the_device(score):
+def test_attention_never_synchronizes_with_the_device(score):
     q, k, v, grad_out = inputs(1, 2, 2, 64, 8, 8, dtype=torch.float32)
     steps = schedule(Documents.find(1, 64).segments(Band(20, 0)), Layout(64, 1, 1), 0)
     group, index = Group("alone", (0,), 0, None, 1.0), torch.arange(64)

@@ -1,4 +1,4 @@
-"""Terms of the score: ALiBi, learned biases by distance, masks by index or given whole; each against the formulas, in fp64."""
+"""Terms of the score: ALiBi, learned biases by distance, mask functions and dense masks, compared with the formulas in fp64."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ TERMS = {
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", TERMS)
-def test_terms_by_position_do_not_care_how_the_sequence_is_cut(name, ranks, layout):
+def test_terms_by_position_are_independent_of_the_sharding(name, ranks, layout):
     terms, bias = TERMS[name]()
     tensors = inputs(2, HEADS, 3, LENGTH, 16, 12)
     score = Score(0.3, terms=terms)
@@ -100,7 +100,7 @@ def test_terms_by_position_do_not_care_how_the_sequence_is_cut(name, ranks, layo
     assert_equal(got, one_process(*tensors, DOCUMENTS, CAUSAL, bias=bias), 1e-10)
 
 
-def test_a_query_whose_keys_are_all_hidden_gets_zero_and_gives_no_gradient():
+def test_a_query_without_visible_keys_has_zero_output_and_zero_gradient():
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     mask[:, :, 5] = False
     tensors = inputs(1, HEADS, 3, LENGTH, 16, 16)
@@ -108,7 +108,7 @@ def test_a_query_whose_keys_are_all_hidden_gets_zero_and_gives_no_gradient():
     got, _ = shared_attention(*tensors, [[LENGTH]], EVERYTHING, Layout(LENGTH, 4, 1), "torch", score=score)
     assert all(torch.isfinite(x).all() for x in got)
     assert not got[0][:, :, 5].any() and not got[1][:, :, 5].any()
-    mask[:, :, 5, 5] = True  # now it sees a key whose value has no say in the rest
+    mask[:, :, 5, 5] = True  # now the query sees a key, and its output has no gradient
     grad_out = tensors[3].clone()
     grad_out[:, :, 5] = 0
     tensors[3] = grad_out
@@ -119,7 +119,7 @@ def test_a_query_whose_keys_are_all_hidden_gets_zero_and_gives_no_gradient():
 
 @pytest.mark.parametrize("ranks, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (3, "contiguous")])
 def test_a_learned_bias_by_distance_and_its_table_equal_the_formulas(ranks, layout):
-    """The table is one parameter that every rank uses: the sum of the ranks' gradients is its gradient."""
+    """Every rank uses the whole table, so the gradients of the ranks add up to the gradient of the table."""
     q, k, v, grad_out = inputs(2, 4, 2, 37, 8, 8)
     table = torch.randn(9, 4, dtype=torch.float64)
     cut = Layout(37, ranks, 1, layout)
@@ -153,7 +153,7 @@ def test_a_learned_bias_by_distance_and_its_table_equal_the_formulas(ranks, layo
 
 
 def whole(query, key, value, table):
-    """The formulas: [B, H, S, S] at once."""
+    """Attention of the whole sequence with the bias and the sinks that the last channels of `query` define."""
     q, weights, sinks = query.split([key.size(-1), table.size(0), 1], dim=-1)
     index = torch.arange(q.size(2))
     distance = index[:, None] - index[None, :]
@@ -165,7 +165,7 @@ def whole(query, key, value, table):
 
 
 @pytest.mark.parametrize("ranks, layout", [(1, "contiguous"), (2, "zigzag"), (3, "contiguous")])
-def test_what_travels_with_the_queries_equals_the_formulas(ranks, layout):
+def test_channels_concatenated_to_the_queries_equal_the_formulas(ranks, layout):
     length, extent, profiles = 37, 9, 3
     q, k, v, grad_out = inputs(2, 4, 4, length, 8, 8)
     q = torch.cat([q, torch.randn(2, 4, length, profiles + 1, dtype=torch.float64)], dim=-1)

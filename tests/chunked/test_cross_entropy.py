@@ -1,4 +1,4 @@
-"""Cross entropy of a projection, tile by tile: as exact as of whole logits."""
+"""Chunked cross entropy of a projection, compared with the cross entropy of whole logits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def problem(dtype, bias, seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, bias_ = (torch.randn(*s, generator=generator, dtype=dtype) for s in ((23, 6), (11, 6), (11,)))
     targets = torch.randint(0, 11, (23,), generator=generator)
-    targets[5:10] = -100  # a whole tile
+    targets[5:10] = -100  # a whole chunk
     targets[[0, 20, 22]] = -100
     return [x.requires_grad_() for x in (hidden, weight, *((bias_,) if bias else ()))], targets
 
@@ -38,7 +38,7 @@ def test_sum_and_gradients_equal_those_of_whole_logits(bias, finish, smoothing):
         torch.testing.assert_close(mine, true, rtol=1e-12, atol=1e-14)
 
 
-def test_nothing_but_ignored_targets_is_zero_and_has_zero_gradients():
+def test_ignored_targets_only_give_a_zero_loss_and_zero_gradients():
     leaves, targets = problem(torch.float32, True)
     total = chunked.linear_cross_entropy(*leaves, torch.full_like(targets, -100), lambda x: x)
     assert total.item() == 0
@@ -46,7 +46,7 @@ def test_nothing_but_ignored_targets_is_zero_and_has_zero_gradients():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_part_gets_no_gradient_and_the_other_the_same(frozen):
+def test_with_one_frozen_input_the_other_has_the_same_gradient(frozen):
     leaves, targets = problem(torch.float64, False)
     leaves[frozen].requires_grad_(False)
     other = leaves[1 - frozen]
@@ -58,7 +58,7 @@ def test_a_frozen_part_gets_no_gradient_and_the_other_the_same(frozen):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_exact_as_with_whole_logits(dtype):
-    """Many tiles of one token each: gradients of weights must be summed in fp32."""
+    """With chunks of one token, the gradients of the weights must be accumulated in fp32."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*s, generator=generator).to(dtype).requires_grad_() for s in ((512, 8), (50, 8)))
     targets = torch.randint(0, 50, (512,), generator=generator)
@@ -81,7 +81,7 @@ def test_backward_may_run_twice():
 
 
 def test_weights_that_change_before_the_backward_pass_do_not_matter():
-    """Its gradients are taken in the forward pass, where plain autograd could only say that a weight was changed."""
+    """The gradients are computed in the forward pass."""
     leaves, targets = problem(torch.float64, True)
     want = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), targets, reduction="sum"), leaves)
     total = chunked.linear_cross_entropy(*leaves, targets, lambda x: x)

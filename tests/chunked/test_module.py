@@ -26,7 +26,7 @@ class OneGradientForTwo(torch.nn.Module):
         return x @ (self.base + self.more)
 
 
-def test_parameters_that_are_added_to_each_other_do_not_share_a_sum():
+def test_parameters_that_share_one_gradient_tensor_accumulate_separately():
     module, x = OneGradientForTwo(), torch.arange(12.0).view(4, 3)
     run_in_chunks(module, module.forward, x, 1).sum().backward()
     for parameter in module.parameters():
@@ -45,7 +45,7 @@ class Mlp(torch.nn.Module):
 def changed_in_place(module, weights, run):
     out = run()
     with torch.no_grad():
-        module.up.bias.add_(1)  # autograd saves no bias, so that it would not notice
+        module.up.bias.add_(1)  # autograd does not save a bias and would not raise
     return out
 
 
@@ -89,7 +89,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change, message", CHANGES, ids=[change.__name__ for change, _ in CHANGES])
-def test_weights_that_change_before_the_backward_pass_are_noticed(change, message):
+def test_weights_that_change_before_the_backward_pass_raise(change, message):
     module, x = Mlp(), torch.randn(10, 6, requires_grad=True)
     out = change(module, dict(module.named_parameters()), lambda: run_in_chunks(module, module.forward, x, 3))
     with pytest.raises(RuntimeError, match=message):

@@ -1,4 +1,4 @@
-"""The benchmarks of training steps run, count what they say they count, and their contenders train the same model."""
+"""The benchmarks of training steps: they run, their counters are right, and all contenders train the same model."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def bench(*arguments):
     return text
 
 
-@pytest.mark.timeout(240)  # two contenders, each in processes that import everything anew
+@pytest.mark.timeout(240)  # two contenders, each in new processes
 def test_the_steps_of_contenders_are_measured_side_by_side(tmp_path):
     output = tmp_path / "step.json"
     text = bench("step", *TINY, "--seq-len", 256, "--rounds", 1, "--intermediate", 128, "--no-checkpointing",
@@ -50,13 +50,13 @@ def test_the_steps_of_contenders_are_measured_side_by_side(tmp_path):
         ("ring-flash-attention", ModuleType("ring_flash_attn"), "needs CUDA: its only kernel, flash-attn,"),
     ],
 )
-def test_a_peer_that_cannot_train_here_says_why(monkeypatch, name, module, said):
+def test_a_peer_that_cannot_run_here_gives_the_reason(monkeypatch, name, module, said):
     monkeypatch.setitem(sys.modules, peers._PACKAGES[name.split()[0]], module)
     assert peers.why_not(name, SHAPE).startswith(said)
 
 
 @pytest.mark.parametrize("chunks", [2, 4], ids=["contiguous", "zigzag"])
-def test_peers_with_a_function_train_the_model_of_one_process(workers, chunks):
+def test_peers_with_an_attention_function_train_like_one_process(workers, chunks):
     losses = workers(2).run(two_steps_by_a_function, chunks)
     model = build_model(SHAPE, "sdpa")
     adam, want = torch.optim.AdamW(model.parameters(), lr=1e-4), []
@@ -76,7 +76,7 @@ def two_steps_by_a_function(chunks):
             for r in range(world)]  # fmt: skip
     may_see = torch.cat(held) <= held[rank][:, None]
 
-    def attention(query, key, value, scale):  # what a package would do, written down simply
+    def attention(query, key, value, scale):  # a simple version of what a package does
         key, value = (torch.cat(all_gather(x.contiguous()), 1).repeat_interleave(2, 2) for x in (key, value))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, may_see, scale=scale).transpose(1, 2)
@@ -94,14 +94,14 @@ def test_scaling_compares_with_the_flops_and_finds_the_longest_row(tmp_path):
     assert "longest row within 0.001 GiB per process: 0 tokens" in text
 
 
-def test_live_storages_are_new_ones_that_somebody_holds():
+def test_live_storages_counts_new_storages_that_are_still_referenced():
     weight = torch.zeros(100)
     with LiveStorages() as storages:
         view, new = weight[:50], weight + 1
         gone = weight * 2
         del gone
         assert storages.live_bytes() == 400
-        saved = (new.requires_grad_() ** 2).exp()  # the graph holds the square's base and the result, not the square
+        saved = (new.requires_grad_() ** 2).exp()  # autograd saves the input of the square and the result of exp
         assert storages.live_bytes() == 800
     assert view is not None and saved is not None
 
@@ -123,7 +123,7 @@ def test_flops_of_a_step_are_those_that_torch_counts():
 
 def test_every_contender_has_a_formula():
     from ds_cp.cli.bench.contenders import BUILDERS
-    from ds_cp.cli.bench.step import _formula
+    from ds_cp.cli.bench.step import _bytes_by_formula
 
     for name in (*BUILDERS, *peers.BUILDERS):
-        assert (_formula(name, SHAPE, 2) == 0) == (name == "data parallel")
+        assert (_bytes_by_formula(name, SHAPE, 2) == 0) == (name == "data parallel")

@@ -1,4 +1,4 @@
-"""The command line: it decides without starting anything, and says what is wrong."""
+"""The command line: plan, verify, doctor and bench, and their errors."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from harness.workers import import_everything_once
 
 @pytest.fixture
 def here(monkeypatch):
-    """The command in this process and its ranks forked from it, so that nothing is imported again (10 s per rank)."""
+    """Runs the command in this process and forks its ranks from it, which saves 10 s of imports per rank."""
     start = ranks.mp.start_processes
     monkeypatch.setattr(ranks.mp, "start_processes", lambda *a, **more: start(*a, **more | {"start_method": "fork"}))
     monkeypatch.setenv("COLUMNS", "200")
@@ -55,7 +55,7 @@ def test_plan_says_what_was_decided_and_why(here, checkpoint, tmp_path):
     assert "weights, gradients, Adam's states" in text and "longest in 80 GiB" in text
 
 
-def test_plan_refuses_like_a_run_would(here, checkpoint, tmp_path):
+def test_plan_refuses_what_a_run_refuses(here, checkpoint, tmp_path):
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"context_parallel": {"size": 4, "method": "ulysses"}}))
     code, text = here("plan", checkpoint, "--config", config)
@@ -105,7 +105,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
 @pytest.mark.parametrize("case", UNREAD)
-def test_a_config_that_asks_for_nothing_is_an_error(here, checkpoint, tmp_path, command, case):
+def test_a_config_without_a_readable_key_is_an_error(here, checkpoint, tmp_path, command, case):
     config = tmp_path / f"{case}.json"
     if UNREAD[case] is not None:
         config.write_text(UNREAD[case] if isinstance(UNREAD[case], str) else json.dumps(UNREAD[case]))
@@ -116,8 +116,8 @@ def test_a_config_that_asks_for_nothing_is_an_error(here, checkpoint, tmp_path, 
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
-def test_a_model_that_is_nowhere_or_of_no_type_is_an_error(here, tmp_path, command):
-    (tmp_path / "config.json").write_text("{}")  # a config, of no model
+def test_a_model_that_is_not_found_or_has_no_type_is_an_error(here, tmp_path, command):
+    (tmp_path / "config.json").write_text("{}")  # no model_type
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"context_parallel": {"size": 2}}))
     for model in ("qwem3", tmp_path):
@@ -126,13 +126,13 @@ def test_a_model_that_is_nowhere_or_of_no_type_is_an_error(here, tmp_path, comma
         assert ('"qwen3"' in text) == (command == "verify" and model == "qwem3") and "Traceback" not in text, text
 
 
-def test_verify_by_one_process_would_compare_nothing(here):
+def test_verify_needs_at_least_two_ranks(here):
     code, text = here("verify", "llama", "--ranks", "1")
     assert code == 2 and "greater than or equal to 2" in text, text
 
 
-def test_doctor_sees_a_switched_off_activation(here, monkeypatch):
-    assert run_command("doctor")[0] == 0  # in a process of its own, as users start it
+def test_doctor_detects_a_disabled_activation(here, monkeypatch):
+    assert run_command("doctor")[0] == 0  # in a new process, as users start it
     monkeypatch.setenv("DS_CP_DISABLE", "1")
     code, text = here("doctor", "--strict")
     assert code == 1 and "the key would be ignored" in text
@@ -149,7 +149,7 @@ def test_verify_says_why_a_model_is_refused(here):
     assert code == 1 and "layer.0.rel_attn (XLNetRelativeAttention)" in " ".join(text.split())
 
 
-def test_verify_takes_real_weights_and_tells_kinds_of_layers_apart(here, tmp_path):
+def test_verify_accepts_real_weights_and_reports_by_kind_of_layer(here, tmp_path):
     models.build(ModelSpec("gemma2")).save_pretrained(tmp_path)
     code, text = here("verify", tmp_path, "--full", "--method", "ring", "--no-stages")
     assert code == 0, text
@@ -187,7 +187,7 @@ def test_a_gradient_that_is_missing_or_wrong_is_an_error():
         2.0, [("a", torch.ones(4) * 1.1), ("b", reference.gradients["b"])], reference
     ).worst == pytest.approx(0.1)
     assert compare.errors(2.1, reference.gradients.items(), reference).loss == pytest.approx(0.05)
-    unknown = [*reference.gradients.items(), ("c", torch.ones(4))]  # nothing came of it in one process
+    unknown = [*reference.gradients.items(), ("c", torch.ones(4))]  # a parameter that has no gradient in one process
     assert compare.errors(2.0, unknown, reference).by_parameter["c"] > 1
 
 

@@ -1,4 +1,4 @@
-"""``ds_cp plan`` counts memory without a machine: against what a real step holds, and against the ZeRO paper's own numbers."""
+"""The memory estimate of ``ds_cp plan``, compared with a real step and with the numbers of the ZeRO paper."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from harness.models import ModelSpec
 LLAMA = ModelSpec("llama", layers=3)
 GIB = 2**30
 
-PAPER = [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)]  # GB of 7.5e9 numbers on 64 ranks, figure 1 of the ZeRO paper
+PAPER = [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)]  # GB for 7.5e9 parameters on 64 ranks, figure 1 of the ZeRO paper
 
 
 @pytest.mark.parametrize("stage, gigabytes", PAPER)
@@ -51,7 +51,7 @@ def job_of(config, checkpointing, ranks):
     ],
     ids=str,
 )
-def test_layers_hold_what_the_plan_promises(workers, method, checkpointing, more):
+def test_layers_hold_the_memory_that_the_plan_predicts(workers, method, checkpointing, more):
     config = config_of(method, 2) | more
     kind = "non-reentrant" if checkpointing else None
     real = workers(2).run(per_token, LLAMA, config, kind, (512, 1024))[0]
@@ -66,7 +66,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     assert memory.longest(job, 1 << 20, 4096) == 0
 
 
-def test_each_kind_of_layer_is_counted_as_often_as_it_stands():
+def test_each_kind_of_layer_is_counted_as_often_as_it_occurs():
     """DeepSeek's first layers are dense, the others have experts."""
     from transformers import DeepseekV3Config
 
@@ -74,7 +74,7 @@ def test_each_kind_of_layer_is_counted_as_often_as_it_stands():
     assert model.layer_kinds == [(0, 3), (3, 2)]
 
 
-def test_nothing_of_it_is_left_in_transformers():
+def test_the_estimate_leaves_nothing_registered_in_transformers():
     from transformers.modeling_utils import AttentionInterface
 
     memory.estimate(job_of({"size": 2, "method": "ring"}, True, 2), 4096)

@@ -1,4 +1,4 @@
-"""Activation: the entry point that `import torch` calls, the hook it installs, the package it comes in."""
+"""Activation: the entry point that `import torch` calls, and the import hook that it installs."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from harness.processes import run_python
 
 WATCHED = {"deepspeed.runtime.config", "accelerate.utils.deepspeed", "accelerate.commands.config.config_args"}
 
-# What a script may import first.
+# The first import of a script.
 FIRST_IMPORTS = [
     "import torch",
     "import deepspeed",
@@ -25,7 +25,7 @@ FIRST_IMPORTS = [
     "import accelerate.commands.launch",
 ]
 
-# Python runs `sitecustomize` at start: it puts a recording stand-in where `ds_cp.patches` would be imported.
+# Python imports `sitecustomize` at start. This one replaces `ds_cp.patches` by a module that records its calls.
 STAND_IN = """
 import os, sys, types
 
@@ -47,7 +47,7 @@ sys.modules["ds_cp.patches"] = stand_in
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    """A folder for PYTHONPATH whose sitecustomize replaces `ds_cp.patches` by a recorder."""
+    """A folder for PYTHONPATH with the `sitecustomize` that replaces `ds_cp.patches`."""
     folder = tmp_path_factory.mktemp("stand_in")
     (folder / "sitecustomize.py").write_text(STAND_IN)
     return folder
@@ -55,7 +55,7 @@ def stand_in(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recordings(stand_in):
-    """For each first import: the process, and the lines that the recorder wrote."""
+    """By first import: the finished process, and the lines that were recorded."""
 
     def record(number_and_first):
         number, first = number_and_first
@@ -89,7 +89,7 @@ def test_torch_is_complete_when_a_watched_module_is_announced(recordings, first)
     assert lines and all(torch_ready == "True" for *_, torch_ready in lines), lines
 
 
-def test_a_fault_in_on_import_is_said_and_breaks_nothing(stand_in):
+def test_an_error_in_on_import_is_reported_and_breaks_nothing(stand_in):
     done = run_python(
         "import torch\nimport accelerate.utils.deepspeed\nprint(torch.ones(2).sum().item())",
         stand_in,
@@ -151,7 +151,7 @@ def fake(name, initializing):
 """
 
 
-def test_a_module_that_is_already_there_is_announced_at_once(stand_in):
+def test_a_module_that_is_already_imported_is_announced_immediately(stand_in):
     record_to = stand_in / "already"
     done = run_python(
         FAKE_MODULES + "fake('deepspeed.runtime.config', False)\na.activate()\n",
@@ -163,7 +163,7 @@ def test_a_module_that_is_already_there_is_announced_at_once(stand_in):
     assert record_to.read_text().split()[0] == "deepspeed.runtime.config"
 
 
-def test_a_half_imported_module_is_not_announced_and_that_is_said(stand_in):
+def test_a_partially_imported_module_is_not_announced_and_a_warning_says_so(stand_in):
     record_to = stand_in / "half"
     done = run_python(
         FAKE_MODULES + "fake('deepspeed.runtime.config', True)\na.activate()\n",
@@ -176,8 +176,8 @@ def test_a_half_imported_module_is_not_announced_and_that_is_said(stand_in):
     assert "half imported" in done.stderr and "NOT active" in done.stderr
 
 
-def test_two_hooks_of_the_same_kind_do_not_ask_each_other_for_ever(tmp_path):
-    """Another library's post-import hook finds modules by asking all finders again, ours included."""
+def test_two_import_hooks_that_delegate_to_each_other_terminate(tmp_path):
+    """The hook of another library looks a module up through all finders, including the finder of ds_cp."""
     package = tmp_path / "accelerate" / "utils"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()

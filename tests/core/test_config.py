@@ -1,4 +1,4 @@
-"""The JSON key: what is accepted, and the sentence for what is not."""
+"""The JSON key: accepted values, and the messages for refused ones."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from harness.paths import ROOT
 
 @pytest.fixture
 def watched():
-    """The two classes that read a DeepSpeed config, watched as in a user's process."""
+    """Activate ds_cp for the two classes that read a DeepSpeed config."""
     for name in ("deepspeed.runtime.config", "accelerate.utils.deepspeed"):
         patches.on_import(name)
 
@@ -40,7 +40,7 @@ def test_a_job_of_one_rank_is_told_how_to_start_more():
         normalise({"context_parallel": {"size": 2}}, world_size=1)
 
 
-def test_auto_size_is_the_world_and_no_auto_is_left_for_other_readers():
+def test_auto_size_becomes_the_world_size_and_no_auto_is_left_for_other_readers():
     ds_config = {"context_parallel": {"size": "auto", "method": "auto"}, "train_batch_size": 4}
     assert normalise(ds_config, 8).size == 8
     assert ds_config["context_parallel"]["size"] == 8
@@ -68,7 +68,7 @@ def test_the_key_is_found_in_every_form_that_deepspeed_reads(tmp_path):
 
 
 @pytest.mark.parametrize("text, name", UNREAD.items(), ids=UNREAD.values())
-def test_a_key_that_nobody_reads_is_refused_wherever_a_config_is_read(text, name, watched, tmp_path, monkeypatch):
+def test_a_misspelled_or_nested_key_is_refused_wherever_a_config_is_read(text, name, watched, tmp_path, monkeypatch):
     path = tmp_path / "ds.json"
     path.write_text(text)
     message = f'"{re.escape(name)}" in the DeepSpeed config is read by nobody, so no sequence would be shared'
@@ -85,7 +85,7 @@ def test_a_key_that_nobody_reads_is_refused_wherever_a_config_is_read(text, name
         HfDeepSpeedConfig(str(path))
 
 
-def test_names_of_deepspeed_and_values_are_not_taken_for_the_key():
+def test_names_of_deepspeed_and_values_are_not_mistaken_for_the_key():
     names = (
         "tensor_parallel",
         "expert_parallel",

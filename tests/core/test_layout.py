@@ -1,4 +1,4 @@
-"""Which token is where: every token once, in order, whatever the length."""
+"""Layouts: every token is on one rank, in order, for every length."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_shards_hold_each_token_once_and_unshard_restores_their_order(length, ri
 
 @settings(max_examples=50, deadline=None)
 @given(**shapes)
-def test_ulysses_ranks_side_by_side_are_their_ring_shard(length, ring, ulysses, name):
+def test_adjacent_ulysses_ranks_hold_their_ring_shard(length, ring, ulysses, name):
     layout = Layout(length, ring, ulysses, name)
     for r in range(ring):
         together = [p for u in range(ulysses) for run in layout.runs(r * ulysses + u) for p in range(*run)]
@@ -50,7 +50,7 @@ def test_sharding_sends_gradients_back_to_their_tokens():
     assert torch.equal(full.grad[0, :, 0], owner.double())
 
 
-def test_tokens_past_the_end_are_zeros_or_copies_of_the_last_without_a_gradient():
+def test_padding_is_zeros_or_copies_of_the_last_token_without_a_gradient():
     layout = Layout(5, 2, 1, "zigzag")
     full = torch.arange(1.0, 6.0, requires_grad=True)
     assert layout.shard(full, 0, 0).tolist() == [1, 2, 0, 0]
@@ -60,8 +60,8 @@ def test_tokens_past_the_end_are_zeros_or_copies_of_the_last_without_a_gradient(
     assert full.grad.tolist() == [1, 1, 0, 0, 0]
 
 
-def test_the_shard_of_a_rank_without_tokens_leads_back_too():
-    """Otherwise its backward pass misses the collective that made the whole, and the others wait for it."""
+def test_the_shard_of_a_rank_without_tokens_requires_a_gradient():
+    """Otherwise the rank would skip the collective in the backward pass, and the other ranks would wait for it."""
     full = torch.randn(2, 2, 3, requires_grad=True)
     assert all(Layout(2, 3, 1, "zigzag").shard(full, 1, rank).requires_grad for rank in range(3))
 

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs: its neighbours say so, and where, within the timeout."""
+"""A rank that dies or hangs: the other ranks raise within the timeout and name the operation."""
 
 import os
 import time
@@ -36,12 +36,12 @@ STOPS = [
 
 
 @pytest.mark.parametrize("how, when, where", STOPS)
-def test_a_rank_whose_neighbour_is_gone_says_so_and_where(workers, how, when, where):
+def test_a_rank_whose_neighbor_died_names_it_and_the_operation(workers, how, when, where):
     message = rf"rank 0 lost its (context-parallel|ring) group \[0, 1\] in .?{where}.*timeout 3 s"
     workers(2).run_expecting_error(rank_1_stops, message, how, when, dying=[1])
 
 
-def test_a_rank_whose_neighbour_hangs_gives_up_after_the_timeout(workers):
+def test_a_rank_whose_neighbor_hangs_raises_after_the_timeout(workers):
     def rank_1_hangs():
         model = subject.changed_model(LLAMA, CP2 | {"timeout": 2})
         inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
@@ -77,8 +77,8 @@ def rank_1_raises(in_backward):
 
 
 @pytest.mark.parametrize("in_backward, where", [(False, "forward rows from rank 1 of the ring"), (True, "backward ")])
-def test_a_layer_that_fails_on_one_rank_ends_the_others_after_the_timeout(workers, in_backward, where):
-    """The others are inside of an exchange, so nobody can tell them before; they name the rank's own error as the cause."""
+def test_after_an_error_in_a_layer_on_one_rank_the_others_raise_after_the_timeout(workers, in_backward, where):
+    """The other ranks wait in an exchange and cannot be told earlier; their message says that another rank has failed."""
     lost = rf"rank 0 lost its .* group \[0, 1\] in .?{where}.*timeout 2 s.*Another rank of the group has failed"
     messages = workers(2).run_expecting_error(rank_1_raises, f"{lost}|what failed on rank 1", in_backward)
     assert "lost its" in messages[0] and messages[1] == "OutOfMemoryError: what failed on rank 1"

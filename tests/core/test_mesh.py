@@ -1,4 +1,4 @@
-"""The device of a rank's first message, and the versions of torch whose matrix products the loss in chunks needs."""
+"""A rank chooses its device before its first message."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_deepspeed_ranks_choose_their_device_before_the_first_message(workers):
 
 
 class Cards:
-    """What :func:`ds_cp.mesh.choose_device` asks an accelerator; four cards."""
+    """An accelerator with four cards, as far as :func:`ds_cp.mesh.choose_device` uses it."""
 
     def __init__(self, current):
         self.chosen, self.current = None, current
@@ -55,14 +55,14 @@ ON_CPU, ON_CARD_2 = torch.device("cpu"), torch.device("cuda", 2)
 @pytest.mark.parametrize(
     ("weights", "current", "local_rank", "chosen"),
     [
-        (ON_CARD_2, 0, "3", 2),  # the model is there
-        (ON_CPU, 0, "3", 3),  # as DeepSpeed would
-        (ON_CPU, 1, "3", None),  # the script has chosen one
-        (ON_CPU, 0, "7", None),  # each process sees a part of the cards only
+        (ON_CARD_2, 0, "3", 2),  # the device of the model
+        (ON_CPU, 0, "3", 3),  # the local rank, as in DeepSpeed
+        (ON_CPU, 1, "3", None),  # the script has set a device already
+        (ON_CPU, 0, "7", None),  # more local ranks than visible cards
         (ON_CPU, 0, None, None),
     ],
 )
-def test_a_loop_without_an_engine_chooses(monkeypatch, weights, current, local_rank, chosen):
+def test_without_an_engine_a_rank_chooses_its_device(monkeypatch, weights, current, local_rank, chosen):
     cards = Cards(current)
     monkeypatch.setattr(mesh, "get_accelerator", lambda: cards)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

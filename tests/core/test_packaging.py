@@ -1,4 +1,4 @@
-"""The distribution: a wheel holds both folders, and the folder ``patches`` is imported as ``ds_cp.patches`` only."""
+"""Packaging: a wheel contains both folders, and `patches` is imported as `ds_cp.patches` only."""
 
 import ast
 import shutil
@@ -35,7 +35,7 @@ def test_nothing_imports_the_top_level_folder_patches():
 
 @pytest.fixture(scope="module")
 def installed_wheel(tmp_path_factory):
-    """A wheel built from a copy of the sources and installed with --target, all outside the clone."""
+    """A wheel built from a copy of the sources and installed with --target, outside of the repository."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""Every "auto", decided: methods by heads and node, layouts, and the formulas for bytes."""
+"""The planner resolves every "auto": the method from heads and node size, the layout, and the bytes exchanged."""
 
 import os
 import time
@@ -25,7 +25,7 @@ CHOICES = [
     ((32, 8), 8, {"size": 16}, ("hybrid", 2, 8, "zigzag")),
     ((32, 8), 4, {"size": 8}, ("hybrid", 2, 4, "zigzag")),
     ((12, 4), 8, {"size": 8}, ("hybrid", 2, 4, "zigzag")),
-    ((12, 12), 6, {"size": 4}, ("hybrid", 2, 2, "zigzag")),  # ranks 4 to 7 would stand on two nodes
+    ((12, 12), 6, {"size": 4}, ("hybrid", 2, 2, "zigzag")),  # a group of ranks 4 to 7 would span two nodes
     ((24, 24), 8, {"size": 12}, ("hybrid", 3, 4, "zigzag")),
     ((9, 3), 8, {"size": 2}, ("ring", 2, 1, "zigzag")),
     ((9, 3), 6, {"size": 6}, ("hybrid", 2, 3, "zigzag")),
@@ -56,7 +56,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("heads, value, message", REFUSED)
-def test_a_method_that_the_heads_do_not_allow_names_one_that_they_do(heads, value, message):
+def test_a_method_that_the_heads_do_not_allow_is_refused_with_an_alternative(heads, value, message):
     with pytest.raises(ConfigError, match=message):
         plan(*heads, **value)
 
@@ -89,7 +89,7 @@ DISAGREE = {
 
 
 @pytest.mark.parametrize("name", DISAGREE)
-def test_ranks_that_decide_differently_all_say_so_before_any_group_is_made(name):
+def test_ranks_with_different_plans_all_raise_before_any_group_is_created(name):
     by_rank, nodes, message = DISAGREE[name]
     workers(len(by_rank)).run_expecting_error(one_asks_for, message, *by_rank, **nodes)
 

@@ -34,9 +34,9 @@ from rows import longest
 
 from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
-from ds_cp.attention.exchange import Pair, as_heads, as_rows
+from ds_cp.attention.exchange import KVPair, pack_rows, unpack_rows
 from ds_cp.attention.kernels import available
-from ds_cp.attention.merge import fused, merge_eager
+from ds_cp.attention.merge import merge_eager, merge_fused
 from ds_cp.attention.score import Score
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
@@ -96,20 +96,20 @@ class PerDocument:
         self.steps, self._arrived, self._home = steps, arrived, home
 
     def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        as_rows(key, value)
+        pack_rows(key, value)
         yield self.steps[0], key, value
         for step in self.steps[1:]:
-            yield step, *as_heads(self._arrived[: count(step.rows)], key.size(-1))
+            yield step, *unpack_rows(self._arrived[: count(step.rows)], key.size(-1))
 
-    def return_gradients(self, step: Step, grad_rows: torch.Tensor, home: Pair) -> None:
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, home: KVPair) -> None:
         start = 0
         for run in step.target_rows:
             stop = start + run[1] - run[0]
-            for total, more in zip(home, as_heads(self._home[start:stop], home[0].size(-1))):
+            for total, more in zip(home, unpack_rows(self._home[start:stop], home[0].size(-1))):
                 total[:, :, run[0] : run[1]] += more
             start = stop
 
-    def finish(self, home: Pair) -> None:
+    def finish(self, home: KVPair) -> None:
         """Nothing is under way."""
 
 
@@ -184,7 +184,7 @@ def merges(sizes: Sizes, device: str) -> Iterator[dict[str, Any]]:
     lse, part_lse = (torch.randn(1, heads, length, device=device) for _ in range(2))
     part = part.bfloat16()
     moved = out.numel() * (4 + 4 + 2) + lse.numel() * 12
-    for name, function in (("pass by pass", merge_eager), ("fused", fused)):
+    for name, function in (("pass by pass", merge_eager), ("fused", merge_fused)):
         with torch.no_grad():
             took = seconds(partial(function, out, lse, part, part_lse), device, 10)
         yield {"merge": name, "ms": took * 1e3, "GB/s": moved / took / 1e9}

@@ -156,14 +156,14 @@ def shared_forwards(model):
 def refused_at_start(model_type):
     """The refusal of a model of real size, built without memory: start-up looks at modules, not at numbers."""
     from ds_cp.config import ConfigError
-    from ds_cp.patches.transformers import structure, support
+    from ds_cp.patches.transformers import support
 
     try:
         model = empty_model(model_type)
     except Exception:  # transformers itself cannot build it
         return None
     try:
-        support.check_model(model, structure.find_decoder(model), "allow")
+        support.check_model(model, "allow")
     except ConfigError as error:
         return Outcome(model_type, "refused", _reason(error))
     return None

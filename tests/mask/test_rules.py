@@ -1,4 +1,4 @@
-"""Rules and their combinations, cut into segments and tiles, against the definition painted token by token."""
+"""Mask rules and their combinations as segments and tiles, compared with a dense mask."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LENGTH = 40
 
 
 def painted(rule, name, origin, row):
-    """[S, S] bool of one batch row: what the rule's own definition shows, inside a document."""
+    """Dense mask [S, S] of one batch row from the definition of the rule, within documents."""
     i, j = np.arange(len(name))[:, None], np.arange(len(name))[None, :]
     if isinstance(rule, Band):
         seen = (j >= i - rule.left) & (j <= i + rule.right)
@@ -77,7 +77,7 @@ def test_each_visible_pair_is_in_exactly_one_tile(rule, lengths, ring, name, hol
             assert ((got > 0)[real] == want[real]).all()
 
 
-def test_bands_that_hold_each_other_stay_one_band():
+def test_bands_that_contain_each_other_stay_one_band():
     window = Band(4, OPEN)
     assert window & CAUSAL == Band(4, 0)
     assert CAUSAL | EVERYTHING == EVERYTHING
@@ -90,7 +90,7 @@ def test_equal_rules_share_a_schedule():
     assert (CAUSAL | Blocks.of(ids)) == (CAUSAL | Blocks.of(ids.copy()))
 
 
-def test_rows_with_other_blocks_are_other_segments():
+def test_batch_rows_with_different_blocks_have_separate_segments():
     ids = np.array([[-1, 0, 0, 1], [0, 0, -1, -1]])
     assert Documents.find(2, 4).segments(CAUSAL)[:, :2].tolist() == [[0, 2]]
     assert set(Documents.find(2, 4).segments(CAUSAL | Blocks.of(ids))[:, 0]) == {0, 1}

@@ -1,4 +1,4 @@
-"""Documents, segments, tiles and rows, against the mask painted token by token."""
+"""Documents, segments, tiles and rows, compared with a dense mask."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,14 @@ rules = st.builds(Band, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0,
 
 
 def painted(documents: Documents, rule: Rule, length: int) -> np.ndarray:
-    """[B, S, S]: how often each pair is seen, straight from the definition."""
+    """Dense mask [B, S, S] from the definition: how often each query sees each key."""
     seen = np.zeros((len(documents.ranges), length, length), dtype=int)
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     for b, lines in enumerate(documents.ranges):
         for start, stop, k_start, k_stop in lines:
-            first = 0 if start == lines[0][0] else start  # masked tokens before a row's first document query it
+            first = (
+                0 if start == lines[0][0] else start
+            )  # masked tokens before the first document of a row attend to it
             inside = (i >= first) & (i < stop) & (j >= k_start) & (j < k_stop)
             seen[b] += inside & (j >= i - rule.left) & (j <= i + rule.right)
     return seen

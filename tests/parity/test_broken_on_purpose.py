@@ -30,9 +30,9 @@ def one_exchange_step_is_skipped(patch):
 
     def all_but_the_last(self, key, value):
         found = list(received(self, key, value))
-        return iter(found[:-1] if self.word == "forward" else found)
+        return iter(found[:-1] if self.phase == "forward" else found)
 
-    patch(PeerExchange, "arrivals", all_but_the_last)
+    patch(PeerExchange, "received", all_but_the_last)
 
 
 def gradients_of_keys_do_not_come_home(patch):

@@ -1,4 +1,4 @@
-"""The exchange of tokens for heads or channels: how heads are split over ranks, sums of gradients, bytes of mixed dtypes."""
+"""The exchange of tokens for heads or channels: the split of heads, sums of gradients, messages of mixed dtypes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.utils.checkpoint
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_every_head_is_computed_once_beside_the_groups_that_serve_it(ranks):
+def test_every_head_is_on_one_rank_together_with_its_group(ranks):
     from ds_cp.recurrent.channels import ChannelSplit
 
     for heads, groups in [(64, 64), (100, 1), (8, 2), (24, 8), (80, 8), (48, 2), (1, 1), (2, 1), (7, 7), (6, 3)]:
@@ -22,7 +22,7 @@ def test_every_head_is_computed_once_beside_the_groups_that_serve_it(ranks):
 
 
 def test_shares_of_a_group_are_summed_in_fp32(workers):
-    """1 + 2^-8 + 2^-8: bf16 would round twice and lose both."""
+    """In bf16, 1 + 2^-8 + 2^-8 would be rounded to 1."""
 
     def summed():
         from ds_cp.layout import Layout
@@ -38,8 +38,8 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
         assert torch.equal(total, torch.full((1, 2, 1, 1), 1 + 2.0**-7, dtype=torch.bfloat16))
 
 
-def test_one_token_of_several_dtypes_is_read_wherever_it_lies():
-    """A rank's parcel starts where another's ends: behind an odd number of bf16 values fp32 ones lie between two numbers."""
+def test_tensors_of_several_dtypes_are_read_from_unaligned_bytes():
+    """A rank's part of a message starts behind another's. After an odd number of bf16 values, fp32 values are not aligned."""
     from ds_cp.recurrent.channels import _bytes, _tensors
 
     given = [torch.full((1, 1, 1, 1), 3.0, dtype=torch.bfloat16), torch.full((1, 1, 1, 1), 5.0)]

@@ -1,4 +1,4 @@
-"""Functions that know no documents, run on each document by itself."""
+"""Functions without an argument for documents run on each document separately."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 import torch.utils.checkpoint
 
 
-def test_documents_run_alone_whatever_they_are():
+def test_any_documents_are_run_separately():
     from ds_cp.mask.documents import Documents
     from ds_cp.recurrent.per_document import PerDocument
 
@@ -25,8 +25,8 @@ def test_documents_run_alone_whatever_they_are():
                 torch.testing.assert_close(got[row, tokens], x[row, tokens].cumsum(0))
 
 
-def test_documents_at_once_are_not_mostly_padding():
-    """A layer that runs whole takes them in one call: one long among many short ones would be many times the batch."""
+def test_a_single_call_for_all_documents_is_refused_when_it_would_be_mostly_padding():
+    """One long document among many short ones, padded to the longest, would be many times the batch."""
     from ds_cp.agreement import BatchError
     from ds_cp.mask.documents import Documents
     from ds_cp.recurrent.per_document import PerDocument

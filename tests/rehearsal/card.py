@@ -145,13 +145,18 @@ def pretend() -> None:
     )
     answers |= dict.fromkeys(("memory_cached", "max_memory_cached"), zero)
     for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
+        setattr(torch.cuda, name, answer if isinstance(answer, type) else _function(answer))
     torch.cuda.device = _Device
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, zero)
+        setattr(torch.cuda.nvtx, name, _function(zero))
     torch.Tensor.record_stream = nothing
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     torch.nn.Module._apply = _apply
+
+
+def _function(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for each name: TorchDynamo looks its rules up by function."""
+    return lambda *args, **kwargs: answer(*args, **kwargs)
 
 
 class _Device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any, Callable, Mapping
 
 import torch
@@ -62,12 +64,14 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 """Exactly: to Python True is 1, and the dispatcher takes 0 for a float and True for an int."""
 
+NOT_A_CALLER = re.compile(r"/torch/|/rehearsal/(?!plants)")
+
 
 def private_call(tape: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Compare a call of a private operation with the schema of the installed torch, before anything is converted."""
     overload = getattr(func, "default", func)
     schema = getattr(overload, "_schema", None)
-    if schema is None or not schema.name.startswith("aten::_"):
+    if schema is None or not schema.name.startswith("aten::_") or NOT_A_CALLER.search(_caller()):
         return
     short = schema.name.removeprefix("aten::")
     if len(args) > len(schema.arguments):
@@ -77,7 +81,7 @@ def private_call(tape: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -
     for argument in schema.arguments:
         if argument.name not in given:
             continue
-        value, kind = given[argument.name], str(argument.type)
+        value, kind = given[argument.name], str(argument.real_type)
         optional = kind.startswith("Optional[")
         kind = kind.removeprefix("Optional[").removesuffix("]") if optional else kind
         if kind not in KINDS or (value is None and (optional or argument.name in ABSENT)):
@@ -88,6 +92,14 @@ def private_call(tape: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -
         tape.calls[short] += 1
         for problem in flash_problems(given):
             tape.fault("arguments", f"{short}: {problem}")
+
+
+def _caller() -> str:
+    """The file in which an operation is called; the recorder itself calls each one once more."""
+    frame = sys._getframe(3)
+    while frame.f_code.co_filename.endswith("/torch/_ops.py") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 FLASH = frozenset({"_flash_attention_forward", "_flash_attention_backward"})

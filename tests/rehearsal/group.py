@@ -13,6 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 backends: dict[str, str] = {}
 """The backend that was asked for, by the name of the group."""
 
+_stores: list[dist.Store] = []
+"""C++ holds the store, but its methods are the Python object's, which somebody must hold too."""
+
 
 class EchoStore(dist.Store):
     """A store in which every other rank says what this one says: keys end in a rank."""
@@ -48,7 +51,8 @@ class EchoStore(dist.Store):
 def join(rank: int, world: int) -> None:
     """The world, and new groups that are fake whatever backend they ask for."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    dist.init_process_group("fake", rank=rank, world_size=world, store=EchoStore(rank, world))
+    _stores.append(EchoStore(rank, world))
+    dist.init_process_group("fake", rank=rank, world_size=world, store=_stores[-1])
     new_group = dist.new_group
 
     def fake_group(ranks=None, timeout=None, backend=None, **kwargs: Any):

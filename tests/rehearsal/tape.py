@@ -5,6 +5,7 @@ Used as the innermost mode over a FakeTensorMode, with :class:`Functions` for wh
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import sysconfig
 from collections import Counter
@@ -87,6 +88,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         name = func._schema.name.split("::")[-1]
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._message(func, name, args, kwargs, inputs)
         on_card = any(t.is_cuda for t in inputs)
@@ -213,11 +216,20 @@ class Functions(TorchFunctionMode):
     def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
+        FakeTensor.tolist = lambda tensor: self._leave("tolist", tensor)  # its own would read element by element
+        run_backward = torch.autograd._engine_run_backward
+
+        def run_in_this_mode(*args, **kwargs):  # a mode is off while one of its functions runs, and backward() is one
+            active = self in torch.overrides._get_current_function_mode_stack()
+            with contextlib.nullcontext() if active else self:
+                return run_backward(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_in_this_mode
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("numpy", "tolist", "__array__") and args and isinstance(args[0], FakeTensor):
+        if name in ("numpy", "__array__") and args and isinstance(args[0], FakeTensor):
             return self._leave(name, *args)
         if name in ("pin_memory", "is_pinned") and args and isinstance(args[0], FakeTensor):
             return self.tape.is_pinned(args[0]) if name == "is_pinned" else self._pin(args[0].clone())

@@ -13,12 +13,10 @@ from ds_cp.planner import ModelFacts, resolve
 from harness.attention import block_inputs
 from harness.flash_stand_in import make_kernel
 
-# --- the choice -----------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine((9, 0), "flash_attention_2", ...)`: a card and the packages that are installed."""
+    """`machine((9, 0), "flash_attention_2", ...)` simulates a card and the installed packages."""
 
     def pretend(card, *installed, broken=()):
         def make(name):
@@ -54,13 +52,15 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("card, installed, device, kernel, why", CHOICES)
-def test_auto_takes_the_best_that_the_machine_can_run_and_says_why(machine, card, installed, device, kernel, why):
+def test_auto_chooses_the_best_kernel_that_the_machine_can_run_with_a_reason(
+    machine, card, installed, device, kernel, why
+):
     machine(card, *installed)
     name, reason = chosen(device=device)
     assert name == kernel and why in reason
 
 
-def test_auto_passes_over_a_package_of_an_unknown_version_and_names_wide_heads(machine):
+def test_auto_skips_a_package_of_an_unknown_version_and_names_layers_with_wide_heads(machine):
     machine((9, 0), *ALL_THREE, broken=("flash_attention_3",))
     assert chosen()[0] == "flash_attention_2"
     assert "layers of head dim 512" in chosen(head_dims=(256, 512))[1]
@@ -107,21 +107,21 @@ def test_an_installed_package_of_an_unknown_version_is_refused_by_name(machine):
 
 
 @pytest.mark.parametrize("card, takes", [((8, 0), True), ((7, 5), False), (None, False)])
-def test_torchs_kernel_leaves_old_cards_to_the_formulas(machine, monkeypatch, card, takes):
+def test_the_torch_kernel_does_not_take_old_cards(machine, monkeypatch, card, takes):
     machine(card)
     monkeypatch.setattr(TorchCudaKernel, "device", "meta")
     q = torch.zeros(1, 1, 2, 64, dtype=torch.float16, device="meta")
     assert TorchCudaKernel().takes(q, q, Score(1.0)) is takes
 
 
-def test_this_machine_has_none_of_the_packages_and_the_real_checks_say_so():
+def test_without_a_card_the_real_checks_find_no_package():
     if torch.cuda.is_available():
         pytest.skip("a machine with a card may have them")
     assert not any(available._installed(package) for package in available.PACKAGES.values())
     assert available.capability() is None and chosen(device="cpu")[0] == "torch"
 
 
-def test_a_call_that_the_plans_kernel_does_not_take_goes_to_torch_and_then_to_the_formulas(monkeypatch):
+def test_a_call_that_the_planned_kernel_does_not_take_falls_back_to_torch_then_to_reference(monkeypatch):
     made = {"flash_attention_2": make_kernel("flash_attention_2", "2.5.0", (torch.float64,))}
     real = kernels.make
     monkeypatch.setattr(kernels, "make", lambda name: made.get(name) or real(name))

@@ -1,4 +1,4 @@
-"""Block kernels: every FlashAttention file over a stand-in with the real package's signatures, windows, launches."""
+"""The FlashAttention kernels over stand-ins that have the signatures of the real packages."""
 
 import inspect
 import json
@@ -27,7 +27,7 @@ NEWEST = [(kernel, version) for kernel, version in VERSIONS if version in ("2.8.
 
 
 def shared(kernel, documents, rule, layout, heads=(4, 2), dims=(16, 16), score=Score(0.3)):
-    """Output and gradients of all ranks of an in-process ring, and the ranks' work."""
+    """Output and gradients of a ring of threads, concatenated over the ranks."""
     length = sum(documents)
     q, k, v, grad_out = block_inputs(heads, length, length, dims, batch=1)
     positions = torch.cat([torch.arange(n) for n in documents]).numpy()[None]
@@ -66,7 +66,7 @@ def test_every_version_of_every_package_equals_the_formulas(kernel, version, rul
 
 
 @pytest.mark.parametrize("kernel, version", NEWEST)
-def test_softcap_runs_inside_the_kernel(kernel, version):
+def test_softcap_is_computed_by_the_kernel(kernel, version):
     arguments = [30, 10], CAUSAL, Layout(40, 2, 1, "zigzag")
     score = Score(0.3, softcap=2.0)
     got = shared(make_kernel(kernel, version), *arguments, score=score)
@@ -80,7 +80,7 @@ def test_a_version_without_softcap_does_not_take_it():
     assert old.takes(q, v, Score(1.0)) and not old.takes(q, v, Score(1.0, softcap=2.0))
 
 
-def test_packed_documents_cost_one_call_forward_and_one_backward():
+def test_packed_documents_are_one_varlen_call_in_each_pass():
     module = stand_in("flash_attention_2", "2.8.3.post2")
     shared(make_kernel("flash_attention_2", "2.8.3.post2"), [17, 1, 1, 18], CAUSAL, Layout(37, 1, 1))
     assert module.calls == [("_flash_attn_varlen_forward", 4), ("_flash_attn_varlen_backward", 4)]
@@ -93,11 +93,11 @@ def test_packed_documents_cost_one_call_forward_and_one_backward():
 
 
 @pytest.mark.parametrize("kernel, version", VERSIONS)
-def test_the_bindings_know_every_argument_of_the_recorded_signatures(kernel, version):
-    make_kernel(kernel, version)  # a binding that lacks something raises here
+def test_the_bindings_accept_every_recorded_signature(kernel, version):
+    make_kernel(kernel, version)  # raises if an argument is missing
 
 
-def test_a_moved_argument_is_named():
+def test_a_renamed_argument_is_named_in_the_error():
     def newer(q, k, v, softmax_scale, causal, window, /):
         pass
 
@@ -138,7 +138,7 @@ def test_the_aten_pair_has_the_arguments_that_the_torch_kernel_passes():
 
 @pytest.mark.parametrize("documents", [[24], [10, 3, 11]])
 def test_shapes_of_the_torch_kernel_on_cuda_by_meta_tensors(documents):
-    """No GPU: torch's own shape functions run the calls; dense and varlen, v wider than q."""
+    """On meta tensors, torch's shape functions run the calls: dense and varlen, with v wider than q."""
     kernel = TorchCudaKernel()
     q, k, v, grad_out = (x.to("meta", torch.bfloat16) for x in block_inputs((4, 2), 24, 24, (20, 24), batch=1))
     (launch,) = kernel.launches(packed_steps(documents)[0].tiles, torch.device("meta"))
@@ -148,7 +148,7 @@ def test_shapes_of_the_torch_kernel_on_cuda_by_meta_tensors(documents):
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_blackwells_head_dims():
+def test_head_dims_on_blackwell():
     kernel = make_kernel("flash_attention_4", "4.0.0b36")
     assert kernel.padded_head_dims(64, 64) == (64, 64)
     assert kernel.padded_head_dims(100, 36) == (104, 104)

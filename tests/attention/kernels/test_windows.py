@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ds_cp.attention import kernels
 from ds_cp.attention.kernels.reference import ReferenceKernel
-from ds_cp.attention.kernels.windows import ALL, fit, launches
+from ds_cp.attention.kernels.windows import ALL, launches, split_to_windows
 from ds_cp.attention.score import Score
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, Band
@@ -29,7 +29,7 @@ NEWEST = [(kernel, version) for kernel, version in VERSIONS if version in ("2.8.
     which=st.sampled_from(NEWEST),
 )
 def test_any_band_is_one_window_or_a_few(m, n, offset, left, right, which):
-    """Against the band written out: tiles of any shape, also with many more queries than keys."""
+    """Compared with the dense band, for tiles of any shape, also with many more queries than keys."""
     if left + right < 0:
         return
     segments = Documents.find(1, 40).segments(Band(left, right))
@@ -66,14 +66,14 @@ def _formula(q, k, v, seen):
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def test_the_stand_in_has_flash_attention_2s_trap_and_the_split_avoids_it():
-    """100 queries, 10 keys, causal from the top left: the window (ALL, 90) is taken for open."""
+def test_flash_attention_2_mistakes_some_windows_for_open_and_splitting_avoids_it():
+    """100 queries and 10 keys, causal from the top left: the kernel takes the window (ALL, 90) for an open one."""
     tile = Tile(0, 1, 0, 100, 0, 10, -OPEN, 0)
     kernel = make_kernel("flash_attention_2", "2.8.3.post2")
     q, k, v, _ = block_inputs((1, 1), 100, 10, batch=1)
     out, lse = kernel.forward(q, k, v, *kernel.launches([tile], CPU), Score(0.3))
     assert not torch.allclose(lse, ReferenceKernel().forward(q, k, v, tile, Score(0.3))[1])
-    assert [piece[2:] for piece in fit(tile)] == [(0, 9, 0, 9, -OPEN, 0), (9, 100, 0, 10, -OPEN, OPEN)]
+    assert [piece[2:] for piece in split_to_windows(tile)] == [(0, 9, 0, 9, -OPEN, 0), (9, 100, 0, 10, -OPEN, OPEN)]
 
 
 @pytest.mark.parametrize("rule", [CAUSAL, Band(OPEN, OPEN), Band(6, 0), Band(3, 2)])
@@ -81,11 +81,11 @@ def test_a_packed_row_is_one_launch(rule):
     documents = [17, 1, 1, 18, 2, 40]
     (step,) = packed_steps(documents, rule)
     kernel = make_kernel("flash_attention_2", "2.8.3.post2")
-    (launch,) = kernels.work(step, kernel, CPU)
+    (launch,) = kernels.kernel_work(step, kernel, CPU)
     ends = torch.tensor([0, *documents]).cumsum(0)
     assert torch.equal(launch.cu_q, ends.int()) and torch.equal(launch.cu_k, ends.int())
     assert (launch.max_q, launch.max_k) == (40, 40)
-    assert kernels.work(step, kernel, CPU) is kernels.work(step, kernel, CPU), "built once per schedule"
+    assert kernels.kernel_work(step, kernel, CPU) is kernels.kernel_work(step, kernel, CPU), "built once per schedule"
 
 
 def test_windows_of_a_launch_are_the_rules():
@@ -94,7 +94,7 @@ def test_windows_of_a_launch_are_the_rules():
     assert [(x.left, x.right) for x in launches(packed_steps([9, 4], Band(OPEN, OPEN))[0].tiles, CPU)] == [(ALL, ALL)]
 
 
-def test_tiles_with_a_gap_other_windows_or_several_batch_rows_stay_apart():
+def test_tiles_with_a_gap_or_different_windows_or_several_batch_rows_are_separate_launches():
     causal = [Tile(0, 1, 0, 4, 0, 4, -OPEN, 0), Tile(0, 1, 4, 9, 4, 9, -OPEN, 0)]
     assert len(launches(causal, CPU)) == 1
     assert len(launches([causal[0], causal[1]._replace(q_start=5, k_start=5)], CPU)) == 2

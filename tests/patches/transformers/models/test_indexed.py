@@ -128,10 +128,14 @@ def a_query_chooses_from_another_documents_keys(patch):
 
 
 def heads_follow_the_first_groups_choice(patch):
-    from ds_cp.attention.selected import Selected
+    from ds_cp.attention.selected import SelectedKeys
 
-    by_this_rank = Selected.by_this_rank
-    patch(Selected, "by_this_rank", lambda mesh, cut, chosen, *_: by_this_rank(mesh, cut, chosen[:, :1], *_))
+    from_local_queries = SelectedKeys.from_local_queries
+    patch(
+        SelectedKeys,
+        "from_local_queries",
+        lambda mesh, cut, chosen, *_: from_local_queries(mesh, cut, chosen[:, :1], *_),
+    )
 
 
 @pytest.mark.parametrize(

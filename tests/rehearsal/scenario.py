@@ -1,0 +1,292 @@
+"""One training run of the rehearsal: a rank of a pretended world, a model, an engine, batches, and the tape's report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Iterator
+
+import deepspeed
+import torch
+from rehearsal import card, flash, group, plants
+from rehearsal.tape import Functions, Tape, place, short
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+WORLD = 8
+TOKENS = 1024
+"""Per rank: enough that its activations are worth offloading."""
+LAYERS = 3
+BLOCK = 512
+"""Tokens of a chunk of a layer where K and V are offloaded."""
+SHAPE = dict(
+    hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+    vocab_size=64128, num_hidden_layers=LAYERS, max_position_embeddings=WORLD * TOKENS, use_cache=False,
+)  # fmt: skip
+CAPABILITY = {"flash_attention_4": (10, 0), "flash_attention_3": (9, 0)}
+
+METHODS = {
+    "ring": {"size": WORLD, "method": "ring"},
+    "ulysses": {"size": WORLD, "method": "ulysses"},
+    "hybrid": {"size": WORLD, "method": "hybrid", "ulysses_size": 2},
+    "allgather": {"size": WORLD, "method": "allgather"},
+}
+MEMORY = {
+    "plain": {},
+    "offload_kv": {"offload_kv": BLOCK},
+    "offload_activations": {"offload_activations": True},
+    "tiled_mlp": {"tiled_mlp": True},
+}
+
+library = torch.library.Library("rehearsal_merge", "DEF")
+library.define("merge(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()")
+library.impl("merge", lambda *tensors: None, "Meta")
+
+
+@contextlib.contextmanager
+def stage(rank: int, kernel: str = "torch") -> Iterator[Tape]:
+    """This process is one rank of the world, and every tensor made inside is fake."""
+    name, _, version = kernel.partition(" ")
+    card.capability = CAPABILITY.get(name, (9, 0))
+    tape = Tape(torch.device("cuda", rank))
+    card.wait = tape.wait
+    flash.report = lambda problem: tape.fault("arguments", problem)
+    group.join(rank, WORLD)
+    deepspeed.init_distributed(verbose=False)
+    with tempfile.TemporaryDirectory(prefix="rehearsal_") as folder:
+        if version:
+            flash.install(name, version, Path(folder))
+        _one_launch_per_merge(tape)
+        with FakeTensorMode(allow_non_fake_inputs=True), tape, Functions(tape):
+            yield tape
+
+
+def _one_launch_per_merge(tape: Tape) -> None:
+    """On a card the merge is one compiled kernel; what it is given is checked here."""
+    from ds_cp.attention import attend
+
+    def merge(out, lse, part, part_lse):
+        if not (out.is_cuda and {x.device for x in (out, lse, part, part_lse)} == {out.device}):
+            tape.fault("device", "merge of tensors on different devices")
+        if {out.dtype, lse.dtype, part_lse.dtype} != {torch.float32} or part.dtype not in (
+            torch.bfloat16,
+            torch.float32,
+        ):
+            tape.fault("dtype", f"merge of {out.dtype}, {lse.dtype}, {part.dtype}, {part_lse.dtype}")
+        if out.shape != part.shape or lse.shape != part_lse.shape or out.shape[:-1] != lse.shape:
+            tape.fault("shape", f"merge of {[tuple(x.shape) for x in (out, lse, part, part_lse)]}")
+        torch.ops.rehearsal_merge.merge(out, lse, part, part_lse)
+
+    assert hasattr(attend, "merge_partial_attention"), "the merge has another name: its stand-in must take it"
+    attend.merge_partial_attention = merge
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """What happened in one case, as data for JSON. ``case["kind"]`` names a function of this module."""
+    start = time.monotonic()
+    report: dict[str, Any] = {"case": case, "error": None}
+    tapes: list[Tape] = []
+    try:
+        report |= globals()[case["kind"]](case, tapes) or {}
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [f"{name}:{frame.lineno}" for frame in frames if (name := short(frame.filename))]
+        text = str(error).strip().splitlines() or [""]
+        report["error"] = f"{type(error).__name__}: {text[0][:300]} at {' < '.join(where[-3:][::-1])}"
+        report["traceback"] = "".join(traceback.format_exception(error))[-6000:]
+    for tape in tapes:
+        report |= _what_the_tape_says(tape)
+    report["seconds"] = round(time.monotonic() - start, 2)
+    return report
+
+
+def _what_the_tape_says(tape: Tape) -> dict[str, Any]:
+    per_layer: dict[str, dict[str, int]] = {}
+    for (phase, layer, operation), number in tape.launches.items():
+        if layer == LAYERS // 2:
+            per_layer.setdefault(phase, {})[operation] = number
+    return {
+        "faults": [[kind, what, where, number] for (kind, what, where), number in tape.faults.items()],
+        "waits": [[*key, number] for key, number in tape.waits.items()],
+        "host_tensors": [[*key, number] for key, number in tape.host_tensors.items() if number],
+        "launches": per_layer,
+        "calls": dict(tape.calls),
+        "messages": tape.messages,
+        "chosen": card.chosen,
+        "peak": tape.peak,
+        "peak_at": tape.peak_at,
+        "backends": group.backends,
+    }
+
+
+# ---- a model in an engine -----------------------------------------------------------------------------------
+
+
+def engine(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
+    """Two steps of DeepSpeed's engine; the second says what a step costs."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    rank = case["rank"]
+    with stage(rank, case["kernel"]) as tape:
+        tapes.append(tape)
+        config = LlamaConfig(**SHAPE)
+        with torch.device("cpu" if case.get("on_host") else f"cuda:{rank}"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).train()
+        if case["checkpointing"] != "off":
+            reentrant = case["checkpointing"] == "reentrant"
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        tape.phase = "initialize"
+        plants.plant(case.get("plant"), tape, model, before_engine=True)
+        made, *_ = deepspeed.initialize(model=model, config=json_config(case))
+        mark_layers(tape, model.model.layers)
+        plants.plant(case.get("plant"), tape, model)
+        weights = 0
+        for step in range(case.get("steps", 2)):
+            if step == case.get("steps", 2) - 1:
+                _forget_first_step(tape)
+                weights = tape.living()
+                tape.peak = weights
+            tape.phase = "batch"
+            inputs = {name: x.to(made.device) for name, x in batch(case["batch"]).items()}
+            tape.phase = "forward"
+            loss = made(**inputs).loss
+            if loss.dtype != torch.float32 or loss.device != tape.device:
+                tape.fault("dtype", f"the loss is {loss.dtype} on {loss.device}")
+            tape.phase = "backward"
+            made.backward(loss)
+            tape.layer, tape.phase = None, "step"
+            made.step()
+            del loss, inputs
+        return {"weights": weights}
+
+
+def _forget_first_step(tape: Tape) -> None:
+    """Launches are counted in the last step only; what the host waits for there is kept apart from the first."""
+    tape.launches.clear()
+    first = {(f"first {phase}", *rest): number for (phase, *rest), number in tape.waits.items()}
+    tape.waits.clear()
+    tape.waits.update(first)
+
+
+def json_config(case: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed JSON of a case."""
+    name, _, _ = case["kernel"].partition(" ")
+    key = METHODS[case["method"]] | MEMORY[case["memory"]] | {"kernel": name, "unverified": "allow"}
+    zero: dict[str, Any] = {"stage": case["stage"]}
+    if case["stage"] == 3:
+        zero |= {"stage3_param_persistence_threshold": 0}
+    return {
+        "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}, "zero_optimization": zero,
+        "steps_per_print": 10**9, "context_parallel": key,
+    }  # fmt: skip
+
+
+def batch(kind: str, tokens: int = WORLD * TOKENS, vocab: int = SHAPE["vocab_size"]) -> dict[str, torch.Tensor]:
+    """One row of real integers, in host memory."""
+    ids = torch.randint(0, vocab, (1, tokens))
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":  # documents of 1 to 2000 tokens
+        lengths, left = [], tokens
+        for length in (300, 1, 2000, 17, 950, 1, 1, 512, 64, 1300, 33, tokens):
+            lengths.append(min(length, left))
+            left -= lengths[-1]
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths if length])[None]
+    elif kind == "padded":
+        mask = torch.ones(1, tokens, dtype=torch.long)
+        mask[:, 2 * tokens // 3 :] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"] = ids.masked_fill(mask == 0, -100)
+    return inputs
+
+
+def mark_layers(tape: Tape, layers: Any) -> None:
+    """Tell the tape which layer runs: by hooks in the forward pass, and in the backward pass by the gradients of the
+    layers' inputs, which are there when a layer's own backward is done."""
+    for index, layer in enumerate(layers):
+
+        def enter(module, args, kwargs, index=index):
+            if tape.phase != "forward":
+                return  # a recomputation, inside of the layer's backward pass
+            tape.layer = index
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda grad: leave(index - 1))
+
+        def leave(index: int) -> None:
+            tape.layer = index if index >= 0 else None
+
+        def exit(module, args, output):
+            if tape.phase == "forward":
+                tape.layer = None
+
+        def of_output(module, args, output, index=index):
+            first = output[0] if isinstance(output, tuple) else output
+            if tape.phase == "forward" and index == len(layers) - 1 and first.requires_grad:
+                first.register_hook(lambda grad: leave(index))
+
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
+        layer.register_forward_hook(exit, always_call=True)
+        layer.register_forward_hook(of_output)
+
+
+# ---- a model type without an engine -------------------------------------------------------------------------
+
+
+def model_type(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
+    """Forward and backward passes of a tiny model of a type."""
+    from ds_cp.cli.shrink import causal_lm, tiny_config
+    from ds_cp.cli.sizes import VOCAB
+    from ds_cp.config import ConfigError, read
+    from ds_cp.patches.transformers.attach import attach
+
+    with stage(case["rank"]) as tape:
+        tapes.append(tape)
+        config = tiny_config(case["type"])
+        config.use_cache = False
+        with torch.device("cuda", case["rank"]):
+            model = causal_lm(config, attn_implementation="eager", dtype=torch.bfloat16).train()
+        tape.phase = "initialize"
+        torch.cuda.set_device(case["rank"])
+        try:
+            attach(model, read({"size": WORLD, "method": case["method"], "unverified": "allow", "kernel": "torch"}))
+        except ConfigError as error:
+            return {"refused": str(error).splitlines()[0]}
+        for _ in range(2):
+            tape.phase = "batch"
+            _forget_first_step(tape)
+            inputs = {name: x.to(tape.device) for name, x in batch("dense", 256, min(VOCAB, 64)).items()}
+            tape.phase = "forward"
+            loss = model(**inputs).loss
+            tape.phase = "backward"
+            loss.backward()
+        without = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+        return {"without_gradient": without, "region": forwards(model)}
+
+
+def forwards(model: torch.nn.Module) -> int:
+    """How many forwards opened a region."""
+    from ds_cp.patches.transformers.attach import attachment
+
+    return attachment(model).forwards
+
+
+# ---- the first message of a group ---------------------------------------------------------------------------
+
+
+def first_contact(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
+    """A plain loop whose model lies in host memory: nothing but ``deepspeed.initialize`` chooses a device."""
+    return engine(case | {"on_host": True, "steps": 1}, tapes)
+
+
+def write(report: dict[str, Any], file: Path) -> None:
+    """Atomically: whoever sees the file sees all of it."""
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(report, default=str))
+    unfinished.replace(file)
+
+
+__all__ = ["place", "run", "write"]
