@@ -1,4 +1,8 @@
-"""The causal LM loss of transformers' heads: on local logits where a head left them local."""
+"""The causal LM loss of transformers' task heads, computed from local logits where the task head left them local.
+
+Step 3 of the way in :mod:`~ds_cp.patches.transformers.losses`: labels are shifted at full length, then sharded; the sum of the
+cross entropy comes from :class:`.DeferredLogits`; :func:`ds_cp.loss.mean_over_group` makes it the loss of the batch.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,20 @@ from ds_cp.region import Region
 
 
 def attach(head: torch.nn.Module) -> Callable[[], None]:
-    """Give a head the shared loss where it would use ``ForCausalLMLoss``; returns what undoes it.
+    """Set :func:`shared_loss` as the loss function of a model that uses ``ForCausalLMLoss``; returns what undoes it.
 
-    Set on the model, not in transformers' table: Trainer compares the table's entry with ``ForCausalLMLoss`` to decide
-    how tokens are counted. A loss function of the user's own stays, before and after.
+    It is set on the model and not in transformers' table of losses: Trainer compares the entry of the table with
+    ``ForCausalLMLoss`` to decide how tokens are counted. A loss function that the user has set stays.
     """
     if not _calls_loss_function(head) or head.loss_function is not ForCausalLMLoss or hasattr(head, "_loss_function"):
         return lambda: None
     head.loss_function = shared_loss
-    alive = weakref.ref(head)
+    head_ref: weakref.ref[Any] = weakref.ref(head)
 
     def undo() -> None:
-        if getattr(alive(), "_loss_function", None) is shared_loss:
-            del alive()._loss_function
+        model = head_ref()
+        if model is not None and getattr(model, "_loss_function", None) is shared_loss:
+            del model._loss_function
 
     return undo
 
@@ -40,34 +45,37 @@ def attach(head: torch.nn.Module) -> Callable[[], None]:
 @torch.compiler.disable
 @functools.wraps(ForCausalLMLoss)
 def shared_loss(
-    logits: torch.Tensor,
+    logits: Any,
     labels: torch.Tensor,
     vocab_size: int,
-    num_items_in_batch: torch.Tensor | int | None = None,
+    num_items_in_batch: Any = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``ForCausalLMLoss``; when the head kept them local, the logits are local, labels are full-length and shifted here."""
-    task_head_call = current_task_head()
-    if task_head_call is None or task_head_call.region is None:
+    """``ForCausalLMLoss``, of local logits if the task head left them local; labels are of all tokens in either case."""
+    call = current_task_head()
+    if call is None or call.region is None:
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    task_head_call.consumed = True
+    call.consumed = True
     targets = shift_left(labels, ignore_index) if shift_labels is None else shift_labels
-    return causal_lm_loss(logits, targets, task_head_call.region, num_items_in_batch, ignore_index)
+    return causal_lm_loss(logits, targets, call.region, num_items_in_batch, ignore_index)
 
 
 def keeps_local(head: torch.nn.Module) -> bool:
-    """True when this head computes its loss through :func:`shared_loss`, so that its hidden states may stay local."""
+    """Whether a model computes its loss through :func:`shared_loss`, so that its hidden states may stay local."""
     return _calls_loss_function(head) and head.loss_function is shared_loss
 
 
 def _calls_loss_function(head: torch.nn.Module) -> bool:
+    """Whether the forward of a model is one of transformers or Liger that calls ``self.loss_function``.
+
+    The user's own forward may do anything with hidden states, so they must not be local there.
+    """
     if not isinstance(head, PreTrainedModel):
         return False
-    forward = fused_head.plain_forward(head) or type(head).forward
+    forward: Any = fused_head.plain_forward(head) or type(head).forward
     forward = inspect.unwrap(getattr(forward, "__func__", forward))
-    # a forward of the user's own may do anything with the hidden states
     known = getattr(forward, "__module__", "").startswith(("transformers.models.", liger.FORWARDS))
     return known and "loss_function" in forward.__code__.co_names
 
@@ -80,20 +88,20 @@ def causal_lm_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross entropy of local logits, equal on every rank of the group.
+    """The mean cross entropy over a batch, from local logits; equal on all ranks of the context-parallel group.
 
     Args:
-        logits: [B, L, V], this rank's tokens; deferred ones are never computed all at once.
-        targets: [B, S] or [B * S], already shifted, whole on every rank.
-        region: the forward that made the logits.
-        num_items: see :func:`ds_cp.loss.mean_over_group`.
-        ignore_index: the label that does not count.
-        label_smoothing: see :func:`ds_cp.loss.cross_entropy_sum`.
+        logits: [B, L, V], of this rank's tokens. Deferred logits are computed chunk by chunk.
+        targets: [B, S] or [B * S], shifted, replicated on all ranks.
+        region: The region of the forward pass that computed the logits.
+        num_items: See :func:`ds_cp.loss.mean_over_group`.
+        ignore_index: The label that does not count.
+        label_smoothing: See :func:`ds_cp.loss.cross_entropy_sum`.
 
     Returns:
         Scalar, fp32 or fp64.
     """
-    targets = targets.view(logits.size(0), -1)  # a collator may hand them over flat
+    targets = targets.view(logits.size(0), -1)
     local_targets = region.shard(targets.to(logits.device), dim=-1, pad_value=ignore_index)
     if isinstance(logits, DeferredLogits):
         total = logits.cross_entropy(local_targets, ignore_index, label_smoothing)
