@@ -156,11 +156,23 @@ def _new_axis(name: str, rank_lists: list[list[int]], rank: int, timeout: float,
             handle = created if ranks is own_ranks else handle
     group = Group(name, tuple(own_ranks), own_ranks.index(rank), handle, timeout)
     if handle is not None:
-        # Connect all ranks now. NCCL connects at a group's first message, in which all of its ranks must take part, but in
-        # a step of the ring a rank whose rows nobody needs takes no part.
-        device = "cpu" if backend == "gloo" else get_accelerator().current_device_name()
-        group.all_reduce(torch.zeros(1, device=device), "first contact")
+        _connect(group, "cpu" if backend == "gloo" else get_accelerator().current_device_name())
     return group
+
+
+def _connect(group: Group, device: str) -> None:
+    """Connect all ranks of a group, and each with each, by one byte.
+
+    NCCL connects a group at its first message, in which all of its ranks must take part; in a step of the ring, a rank whose
+    rows nobody needs takes no part. It connects a pair of ranks at the first message between the two, and allocates buffers
+    for it: without this, a packed batch late in training could stall, or run out of memory.
+    """
+    group.all_reduce(torch.zeros(1, device=device), "first contact")
+    peers = [peer for peer in range(group.size) if peer != group.rank]
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    buffers = torch.zeros(group.size, dtype=torch.uint8, device=device)
+    received = [(peer, buffers[peer : peer + 1]) for peer in peers]
+    group.isend_irecv([(peer, byte) for peer in peers], received, "first contact of each pair").wait()
 
 
 @atexit.register

@@ -23,6 +23,10 @@ class GroupError(RuntimeError):
     """Communication failed: another rank of the group has failed, exited or not answered in time."""
 
 
+class DeviceError(RuntimeError):
+    """The accelerator of this rank failed, which communication only noticed."""
+
+
 @dataclass
 class Group:
     """The ranks of one mesh axis.
@@ -142,6 +146,13 @@ def _communication(group: Group, what: str, profile_range: str) -> Iterator[None
             yield
     except torch.OutOfMemoryError:
         raise
+    except torch.AcceleratorError as error:
+        raise DeviceError(
+            f"the device of rank {group.ranks[group.rank]} failed; its error was noticed in '{what}' of the {group.name} group. "
+            "Kernels run asynchronously, so one that was launched before has caused it, on this rank: the other ranks of the group "
+            "will report that they lost this one. Set CUDA_LAUNCH_BLOCKING=1 to see which kernel it is. "
+            f"Device: {error}"
+        ) from error
     except RuntimeError as error:
         raise GroupError(
             f"rank {group.ranks[group.rank]} lost its {group.name} group {list(group.ranks)} in '{what}', after "

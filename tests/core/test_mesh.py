@@ -1,11 +1,11 @@
-"""A rank chooses its device before its first message."""
+"""A rank chooses its device before its first message, and connects to every peer before the first batch."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ds_cp import mesh
+from ds_cp import mesh, process_group
 from harness import engine, models
 from harness.cases import config_of
 from harness.models import ModelSpec
@@ -70,3 +70,37 @@ def test_without_an_engine_a_rank_chooses_its_device(monkeypatch, weights, curre
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     mesh.choose_device(SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=weights)])))
     assert cards.chosen == chosen
+
+
+def messages_at_the_start(ring, ulysses):
+    pairs, send = [], process_group.Group.isend_irecv
+
+    def isend_irecv(group, sends, receives, what):
+        pairs.append((group.name, [group.ranks[peer] for peer, _ in sends], [group.ranks[peer] for peer, _ in receives]))
+        return send(group, sends, receives, what)
+
+    process_group.Group.isend_irecv = isend_irecv
+    mesh.build(ring, ulysses, 30.0)
+    return pairs
+
+
+def test_every_pair_of_an_axis_is_connected_before_the_first_batch(workers):
+    for rank, pairs in enumerate(workers(4).run(messages_at_the_start, 2, 2)):
+        row, column = divmod(rank, 2)
+        peers = {name: sent for name, sent, _ in pairs}
+        assert sorted(peers["context-parallel"]) == [other for other in range(4) if other != rank]
+        assert peers["ring"] == [2 * (1 - row) + column]
+        assert peers["ulysses"] == [2 * row + 1 - column]
+        assert all(sent == received for _, sent, received in pairs)
+
+
+def test_an_error_of_the_own_device_is_not_taken_for_a_lost_rank():
+    group = process_group.Group("ring", (4, 5), 1, None, 60.0)
+
+    class Work:
+        def wait(self):
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    pending = process_group.Pending(group, [Work()], "forward rows from rank 0 of the ring", ())
+    with pytest.raises(process_group.DeviceError, match="device of rank 5 failed.*CUDA_LAUNCH_BLOCKING"):
+        pending.wait()
