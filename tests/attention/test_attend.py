@@ -129,7 +129,7 @@ def test_bytes_sent_are_the_formulas(ranks, name, rule, share):
     tensors = inputs(1, 4, key_heads, length, dim, dim, dtype=torch.float32)
     _, sent = shared_attention(*tensors, [[length]], rule, Layout(length, ranks, 1, name), "torch")
     full = ranks * (ranks - 1) * 2 * (length // ranks) * key_heads * dim * 4
-    forward, backward = (sum(rank[word] for rank in sent) for word in ("forward", "backward"))
+    forward, backward = (sum(rank[phase] for rank in sent) for phase in ("forward", "backward"))
     if share == 0.125:
         assert forward <= share * full
     else:

@@ -132,7 +132,7 @@ def test_no_kernel_holds_the_scores_of_all_pairs(rule, score, monkeypatch):
     with Largest() as largest:
         out = attend(
             *(x.requires_grad_() for x in (q, k, v)),
-            lambda word: PeerExchange(group, steps, 1, word),
+            lambda phase: PeerExchange(group, steps, 1, phase),
             reference.ReferenceKernel(),
             score,
             lambda rank: index,
@@ -171,7 +171,7 @@ def test_attention_never_synchronizes_with_the_device(score):
     with NoValueRead():
         out = attend(
             *(x.requires_grad_() for x in (q, k, v)),
-            lambda word: PeerExchange(group, steps, 1, word),
+            lambda phase: PeerExchange(group, steps, 1, phase),
             kernel,
             score,
             lambda rank: index,

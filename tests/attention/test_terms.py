@@ -133,7 +133,7 @@ def test_a_learned_bias_by_distance_and_its_table_equal_the_formulas(ranks, layo
         owned = [torch.cat([torch.arange(*run) for run in runs]) for runs in cut.ring_runs]
         out = attend(
             *(cut.shard(x, 2, group.rank) for x in (q, k, v)),
-            lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
+            lambda phase: PeerExchange(group, schedule(segments, cut, group.rank), 1, phase),
             ReferenceKernel(),
             Score(0.3, terms=(BucketedBias(own, bucket),)),
             owned.__getitem__,
@@ -178,7 +178,7 @@ def test_channels_concatenated_to_the_queries_equal_the_formulas(ranks, layout):
         owned = [torch.cat([torch.arange(*run) for run in runs]) for runs in cut.ring_runs]
         out = attend(
             *local,
-            lambda word: PeerExchange(group, schedule(segments, cut, group.rank), 1, word),
+            lambda phase: PeerExchange(group, schedule(segments, cut, group.rank), 1, phase),
             ReferenceKernel(),
             Score(0.3, terms=(DistanceProfiles(own),), sinks_in_query=True),
             owned.__getitem__,

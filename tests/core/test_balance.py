@@ -227,7 +227,7 @@ def test_attention_over_balanced_ranks_equals_one_process(rows, ring, ulysses, r
         q, k, v, grad = (torch.cat([layout.shard(x, 2, r) for r in mine], dim=2).requires_grad_() for x in tensors)
         steps = schedule(segments, layout, group.rank)
         chosen = kernels.choose(kernel, q, v, score)
-        out = attend(q, k, v, lambda word: PeerExchange(group, steps, 1, word), chosen, score)
+        out = attend(q, k, v, lambda phase: PeerExchange(group, steps, 1, phase), chosen, score)
         out.backward(grad.detach())
         return [out.detach(), q.grad, k.grad, v.grad]
 

@@ -76,7 +76,9 @@ def messages_at_the_start(ring, ulysses):
     pairs, send = [], process_group.Group.isend_irecv
 
     def isend_irecv(group, sends, receives, what):
-        pairs.append((group.name, [group.ranks[peer] for peer, _ in sends], [group.ranks[peer] for peer, _ in receives]))
+        pairs.append(
+            (group.name, [group.ranks[peer] for peer, _ in sends], [group.ranks[peer] for peer, _ in receives])
+        )
         return send(group, sends, receives, what)
 
     process_group.Group.isend_irecv = isend_irecv

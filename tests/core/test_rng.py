@@ -29,7 +29,7 @@ def test_dropout_differs_between_ranks_inside_the_region_and_is_equal_outside(wo
         torch.manual_seed(5)
         inputs = subject.inputs_without_labels(batches.make(BatchSpec("dense", 1, 64)))
         for _ in range(2):
-            model(**inputs)  # without labels hidden states are gathered: the head works on equal tokens
+            model(**inputs)  # without labels hidden states are gathered, so the head runs on equal tokens
         return masks, torch.rand(3)
 
     (first, after_first), (second, after_second) = workers(2).run(draws)

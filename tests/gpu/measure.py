@@ -153,7 +153,7 @@ def share(sizes: Sizes, ranks: int, rank: int, kernel: Any, device: str) -> tupl
 
     def run(kernel: Any) -> None:
         q.grad = k.grad = v.grad = None
-        attend(q, k, v, lambda word: PerDocument(steps, arrived, home), kernel, score).backward(grad_out)
+        attend(q, k, v, lambda phase: PerDocument(steps, arrived, home), kernel, score).backward(grad_out)
 
     whole = seconds(lambda: run(kernel), device)
     recorded = Recorded(kernel)

@@ -78,7 +78,7 @@ def shared_attention(q, k, v, grad_out, documents, rule, layout, kernel_name, ah
         mine = replace(score, sinks=sinks)
         out = attend(
             *local,
-            lambda word: PeerExchange(group, steps, ahead, word),
+            lambda phase: PeerExchange(group, steps, ahead, phase),
             kernels.choose(kernel_name, q, v, mine),
             mine,
             owned.__getitem__,

@@ -4,7 +4,8 @@ import numpy as np
 
 from ds_cp.layout import Layout
 from ds_cp.mask.rules import OPEN
-from ds_cp.mask.schedule import lower, schedule
+from ds_cp.mask.schedule import schedule
+from ds_cp.mask.tile import lower
 
 
 def repainted(segments, layout: Layout, batch: int, lowered: bool) -> np.ndarray:

@@ -17,7 +17,7 @@ def sum_of_ranks():
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_results_come_back_by_rank_from_ranks_that_can_talk(world):
+def test_results_are_returned_by_rank(world):
     assert workers(world).run(sum_of_ranks) == [world * (world + 1) // 2] * world
 
 
@@ -43,7 +43,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault, message", FAULTS, ids=["an error", "a death", "a hang"])
-def test_what_one_rank_does_wrong_becomes_the_failure_of_the_test(fault, message):
+def test_an_error_or_death_or_hang_of_one_rank_fails_the_test(fault, message):
     with pytest.raises(RanksFailed, match=message):
         workers(2, timeout=2).run(fault_of_rank_1, fault)
 

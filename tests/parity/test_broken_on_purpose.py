@@ -1,4 +1,4 @@
-"""Each fault below is one that would train wrong silently; the parity check must see every one of them."""
+"""Faults that would train wrong without an error. The parity check must detect each of them."""
 
 import pytest
 import torch
@@ -74,9 +74,9 @@ def the_all_to_all_has_the_wrong_adjoint(patch):
 
     to_tokens = Ulysses.to_tokens
 
-    def tokens_in_the_wrong_order(self, word, queries, keys=()):
-        turned = [x.roll(x.size(2) // self.group.size, 2) if word == "backward" else x for x in (*queries, *keys)]
-        return to_tokens(self, word, turned[: len(queries)], turned[len(queries) :])
+    def tokens_in_the_wrong_order(self, phase, queries, keys=()):
+        turned = [x.roll(x.size(2) // self.group.size, 2) if phase == "backward" else x for x in (*queries, *keys)]
+        return to_tokens(self, phase, turned[: len(queries)], turned[len(queries) :])
 
     patch(Ulysses, "to_tokens", tokens_in_the_wrong_order)
 
@@ -87,7 +87,7 @@ def a_document_boundary_inside_a_shard_is_missed(patch):
     ranges = documents._ranges
 
     def without_the_second_boundary(runs, breaks, seq_len):
-        breaks[breaks.nonzero()[0][2]] = 0  # where a row begins anyway
+        breaks[breaks.nonzero()[0][2]] = 0  # the start of a row, which is a boundary in any case
         return ranges(runs, breaks, seq_len)
 
     patch(documents, "_ranges", without_the_second_boundary)
@@ -125,7 +125,7 @@ def broken(fault, config):
 
 
 @pytest.mark.parametrize("fault, config", FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_the_parity_check_sees_the_fault(workers, fault, config):
+def test_the_parity_check_detects_the_fault(workers, fault, config):
     results = workers(2).run(broken, fault, config)
     with pytest.raises(AssertionError):
         subject.check(results, oracle.truth(LLAMA, PACKED))
@@ -137,7 +137,7 @@ def test_without_a_fault_the_same_check_passes(workers, config):
 
 
 def test_full_logits_have_the_adjoint_of_their_gather(workers):
-    """A loss of the user's own on gathered hidden states; a plain slice as the adjoint would lose the other ranks."""
+    """The backward pass of a gather adds up the gradients of all ranks. A slice of one rank's gradient would be wrong."""
 
     def own_loss(break_it):
         from ds_cp.collectives import _GatherSequence

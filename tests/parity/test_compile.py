@@ -1,4 +1,4 @@
-"""torch.compile around a shared model: exact, and one compilation for all packings."""
+"""torch.compile of an attached model: exact, and compiled once for all packings."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CP2 = {"size": 2, "method": "ring"}
 
 
 def compiled_steps(model_spec, config, batch_specs, checkpointing=None):
-    """Per step (loss, gradients, graphs so far, attention calls so far)."""
+    """For each step: (loss, gradients, number of compiled graphs, number of attention calls so far)."""
     from torch._dynamo.utils import counters
 
     from ds_cp.patches.transformers.attach import attachment
@@ -33,7 +33,7 @@ def compiled_steps(model_spec, config, batch_specs, checkpointing=None):
     return results
 
 
-def test_checkpointed_layers_keep_their_attention_when_compiled(workers):
+def test_compiled_checkpointed_layers_reuse_their_saved_attention(workers):
     spec = ModelSpec("llama")
     ranks = workers(2).run(compiled_steps, spec, {"size": 2, "method": "ulysses"}, PACKINGS[:2], "non-reentrant")
     for index, batch in enumerate(PACKINGS[:2]):
@@ -56,8 +56,8 @@ def test_five_packings_are_exact_and_compile_once(workers, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "minimax_m3_vl_text"])
-def test_what_gathers_inside_of_the_decoder_is_not_compiled(workers, model_type):
-    """Entries and indexers need the whole sequence; the rest is compiled."""
+def test_layers_that_gather_the_sequence_are_excluded_from_compilation(workers, model_type):
+    """Compressed KV and indexers need the whole sequence. The other layers are compiled."""
     spec, batch = ModelSpec(model_type), BatchSpec("packed", 3, 53)
     ranks = workers(2, 180).run(compiled_steps, spec, CP2, [batch])
     assert ranks[0][0][2] > 0, "nothing was compiled"

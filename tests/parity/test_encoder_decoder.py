@@ -1,4 +1,4 @@
-"""Encoder-decoders: both stacks share their sequence, cross attention sees all of the encoder, generation is unchanged."""
+"""Encoder-decoder models: both stacks are sharded, cross attention sees the whole encoder output, generation is unchanged."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ WAYS = {
 }
 
 
-WINDOWED = {"t5gemma"}  # padding far from any token sees no key: what it holds is not defined
-IN_SINGLE_PRECISION = {"m2m_100"}  # its sinusoids are made in fp32 when they are needed
+WINDOWED = {"t5gemma"}  # padding outside of every window sees no key, so its hidden states are undefined
+IN_SINGLE_PRECISION = {"m2m_100"}  # it computes its sinusoids in fp32
 
 
 def maker(class_name, model_type):
@@ -44,7 +44,7 @@ def test_gradient_checkpointing_changes_nothing(workers, class_name, model_type,
 
 
 def generated(class_name, model_type, config):
-    """Greedy tokens of both rows and the scores of each step, with a cache and, twice, with beams."""
+    """Greedy tokens and their scores, and tokens of beam search."""
     model = maker(class_name, model_type)().eval()
     if config:
         import ds_cp
@@ -84,7 +84,7 @@ def test_an_engine_takes_the_step_of_one_process(workers, class_name, model_type
     with models.TransformersInDouble():
         loss, _, want = heads.outputs(maker(class_name, model_type)(), pairs())
     _, _, single = heads.outputs(maker(class_name, model_type)(dtype=torch.float32), pairs())
-    own_error = max(oracle.gradient_errors(single, want).values())  # one process in fp32 is no better than this
+    own_error = max(oracle.gradient_errors(single, want).values())  # the error of one process in fp32
     tolerance = max(oracle.TOLERANCE[torch.float32], 1.5 * own_error)
     assert tolerance < 1e-4
     for losses, gradients, updates in workers(2).run(
@@ -92,7 +92,7 @@ def test_an_engine_takes_the_step_of_one_process(workers, class_name, model_type
     ):
         oracle.assert_close_loss(losses[0], loss, 1e-6)
         oracle.assert_close_gradients(gradients, want, tolerance)
-        assert oracle.total_error(updates, want) < 1e-4  # rounded with the weights that took them
+        assert oracle.total_error(updates, want) < 1e-4  # differences of rounded weights
 
 
 def test_t5gemma_without_a_mask_is_refused(workers):
@@ -106,7 +106,7 @@ def test_t5gemma_without_a_mask_is_refused(workers):
     workers(2).run_expecting_error(without_mask, "T5Gemma's encoder got no attention_mask")
 
 
-def test_every_type_that_start_up_lets_through_is_compared_here():
+def test_every_accepted_type_is_compared_here():
     from ds_cp.patches.transformers import verified
 
     assert verified.ENCODER_DECODERS <= {model_type for _, model_type, *_ in CASES}

@@ -1,4 +1,4 @@
-"""Every causal LM type is exact or refused: the table that start-up consults, checked against the models themselves."""
+"""Every causal LM type is exact or refused. The table of verified types is checked against the models."""
 
 import re
 
@@ -21,14 +21,14 @@ def test_the_table_names_every_type_of_the_installed_transformers():
     assert {verdict for verdict, _ in TABLE.values()} <= set(sweep.MEANING)
 
 
-def test_start_up_and_the_page_say_what_the_table_says():
+def test_support_and_the_page_agree_with_the_table():
     from ds_cp.patches.transformers import support, verified
 
     assert support.VERIFIED == verified.TYPES | set(EXACT)
     assert sweep.PAGE.read_text() == sweep.page(TABLE)
 
 
-NEEDS = {"gemma3n": "timm"}  # its image tower; what text uses needs no such package
+NEEDS = {"gemma3n": "timm"}  # for its image tower
 
 
 def compared(model_type, **how):
@@ -37,7 +37,7 @@ def compared(model_type, **how):
     return sweep.compared(model_type, **how)
 
 
-# one type per way to reach ds_cp, and every twentieth of all
+# one type for each way in which attention reaches ds_cp, and every twentieth of all types
 KINDS = [
     "roberta",
     "bart",
@@ -99,8 +99,8 @@ NO_LONGER_KNOWN = [
 
 
 @pytest.mark.parametrize("model_type, line, sentence", NO_LONGER_KNOWN, ids=[name for name, *_ in NO_LONGER_KNOWN])
-def test_what_mixes_tokens_in_an_unknown_way_is_named(monkeypatch, model_type, line, sentence):
-    """A line less in a table of what is known stands for a model that is not in it."""
+def test_a_layer_that_mixes_tokens_in_an_unknown_way_is_named(monkeypatch, model_type, line, sentence):
+    """Removing a line from a table of known layers simulates an unknown model."""
     monkeypatch.delitem(*line)
     assert re.search(sentence, families.refused_at_start(model_type).detail)
 
@@ -124,8 +124,8 @@ def test_every_type_is_what_the_table_says(model_type):
 OWN_SOFTMAX = ["xglm", "mvp", "trocr", "rembert", "megatron-bert", "roformer", "gpt_neo", "gpt_neox_japanese", "doge"]
 
 
-def test_a_call_that_fills_a_cache_is_the_models_own(workers):
-    """Attention that is not transformers' interface adds its mask to the scores; outside of a region it must get such one."""
+def test_a_call_with_a_cache_runs_the_models_own_attention(workers):
+    """Attention outside of transformers' attention interface adds its mask to the scores, so it needs an additive mask outside of a region."""
 
     def differences():
         import ds_cp
@@ -145,8 +145,8 @@ def test_a_call_that_fills_a_cache_is_the_models_own(workers):
     assert max(workers(2).run(differences)[0].values()) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["emu3", "mllama", "gemma4"])  # their decoders have a type of their own
-def test_start_up_lets_an_exact_type_through_with_the_type_of_its_decoder(model_type):
+@pytest.mark.parametrize("model_type", ["emu3", "mllama", "gemma4"])  # their decoders have another type
+def test_an_exact_type_is_accepted_by_the_type_of_its_decoder(model_type):
     from ds_cp.patches.transformers import support
 
     with torch.device("meta"):

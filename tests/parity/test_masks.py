@@ -1,6 +1,6 @@
-"""Masks, score rules and head shapes of real model types: loss and gradients equal those of one process.
+"""Masks, scores and head shapes of real model types: loss and gradients equal those of one process.
 
-Cases are data: a covering selection of model, way and batch.
+The cases are a pairwise covering selection of model, method and batch.
 """
 
 import copy
@@ -22,7 +22,7 @@ DYNAMIC = ("rope_parameters", models.Fixed(rope_type="dynamic", factor=4.0, rope
 MODELS = {
     "gemma2": ModelSpec("gemma2"),
     "gemma3_text": ModelSpec("gemma3_text"),
-    "gemma4_text": ModelSpec("gemma4_text"),  # other head dims and key heads in its full layers
+    "gemma4_text": ModelSpec("gemma4_text"),  # full layers have another head dim and other key heads
     "gpt_oss": ModelSpec("gpt_oss"),
     "mistral windowed": ModelSpec("mistral", overrides=(WINDOWED,)),
     "window wider than a shard": ModelSpec("mistral", overrides=(("sliding_window", 30),)),
@@ -54,12 +54,12 @@ FACTORS = {
     "dtype": [torch.float32, torch.float64],
 }
 CONSTRAINTS = [
-    # bloom and mpt take no positions, so transformers does not see where a document starts either
+    # bloom and mpt take no position_ids, so transformers ignores packing as well
     (("model", "kind"), lambda model, kind: model not in ("bloom", "mpt") or kind != "packed"),
-    # one process takes the length from the batch's longest row, the oracle from each document
+    # the length that matters is that of the longest row in the model, and of each document in the oracle
     (("model", "kind"), lambda model, kind: model not in LENGTH_MATTERS or kind in ("dense", "left_pad")),
     (("model", "dtype"), lambda model, dtype: model not in LENGTH_MATTERS or dtype == torch.float32),
-    # what a variant of a type adds shows in a few ways; 9 and 3 heads on two ulysses ranks are 6 and 3 query heads
+    # a few methods suffice for variants; 9 query heads on two ulysses ranks are 6 and 3
     (("model", "way"), lambda model, way: model not in VARIANTS or way in [("ring", 4), ("ulysses", 2), ("hybrid", 4)]),
 ]
 
@@ -81,8 +81,8 @@ def test_gradient_checkpointing_changes_nothing(workers, model, checkpointing):
 
 
 @pytest.mark.parametrize("model", ["gemma2", "gpt_oss"])
-def test_outside_of_a_shared_forward_softcap_and_sinks_stay(workers, model):
-    """With a cache no region opens, and the model's own eager attention computes, as SDPA knows neither."""
+def test_outside_of_a_region_softcap_and_sinks_are_kept(workers, model):
+    """With a cache no region is opened, and the model's eager attention runs, since SDPA has neither softcap nor sinks."""
 
     def with_cache():
         changed = subject.changed_model(MODELS[model], config_of("ring", 2), torch.float32).eval()
@@ -109,14 +109,14 @@ def largest_tensor(spec, config, length):
 
 
 @pytest.mark.parametrize("model", ["gemma2", "gpt_oss", "falcon", "bloom", "llama4_text", "mistral windowed"])
-def test_no_model_holds_a_number_per_pair_of_tokens(workers, model):
+def test_no_model_allocates_a_tensor_of_all_pairs_of_tokens(workers, model):
     length = 640
     spec = dataclasses.replace(MODELS[model], overrides=(*MODELS[model].overrides, ("max_position_embeddings", length)))
     for elements in workers(2).run(largest_tensor, spec, config_of("ring", 2), length):
-        assert elements < length * length / 3  # what is per token stays below
+        assert elements < length * length / 3  # tensors per token are smaller
 
 
-# ---- masks that the tests make: one process gets them whole, ds_cp as transformers' mask functions ----------------
+# ---- masks: dense in one process, transformers' mask functions with ds_cp ----------------------------------------
 
 BLOCKS = [
     -1,
@@ -198,14 +198,14 @@ def chunks_or_blocks(ids):
 
 
 def by_index(ids):
-    """What no rule expresses: every third key, and oneself."""
+    """A mask that no rule expresses: every third key, and the token itself."""
     from transformers.masking_utils import and_masks, causal_mask_function
 
     return and_masks(causal_mask_function, lambda batch, head, q, k: (k % 3 == batch) | (k == q))
 
 
 def by_tokens(ids):
-    """What no rule expresses and looks tokens up."""
+    """A mask that no rule expresses and that indexes a tensor by token."""
     return lambda batch, head, q, k: ((ids[batch, k] >= 0) & (k < q)) | (k == q)
 
 
@@ -222,7 +222,7 @@ FUNCTIONS = [
 
 
 def painted(make, pad):
-    """[2, 1, S, S] bool, asked pair by pair on one process; padding is hidden from all but itself."""
+    """The dense mask [2, 1, S, S] of a mask function, with padding visible to itself only."""
     index = torch.arange(LENGTH)
     pairs = torch.arange(2).view(-1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long), index.view(-1, 1), index
     seen = make(block_ids())(*pairs).expand(2, 1, LENGTH, LENGTH).clone()
@@ -248,7 +248,7 @@ def with_mask_function(make, config, inputs):
         ids = current_region().shard(block_ids(), pad_value=-1)
         return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["ds_cp"](2, LENGTH, LENGTH, mask_function=make(ids))
 
-    if make is prefix:  # its tensor is made of indices, so it is whole
+    if make is prefix:  # its tensor is indexed by position and must be whole
 
         def make(ids, make=make):
             return make(block_ids())
@@ -277,7 +277,7 @@ def test_a_mask_function_equals_its_mask(workers, make, way, kind):
 
 @pytest.mark.parametrize("kind", ["bool", "added"])
 @pytest.mark.parametrize("way", [("ring", 4), ("ulysses", 2)])
-def test_a_whole_mask_of_the_user_is_cut_per_tile(workers, way, kind):
+def test_a_dense_mask_of_the_user_is_exact(workers, way, kind):
     inputs = batches.make(BatchSpec("dense", 2, LENGTH)).inputs
     mask = painted(window_or_blocks, torch.ones(2, LENGTH, dtype=torch.bool))
     want = truth_with(mask, inputs)
@@ -290,7 +290,7 @@ def test_a_whole_mask_of_the_user_is_cut_per_tile(workers, way, kind):
 
 @pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 4)])
 @pytest.mark.parametrize("type", ["llama", "mistral"])
-def test_a_decoder_that_is_told_to_look_both_ways_does(workers, type, way):
+def test_a_decoder_with_is_causal_false_attends_in_both_directions(workers, type, way):
     spec = ModelSpec(type, overrides=(("is_causal", False), *((WINDOWED,) if type == "mistral" else ())))
     inputs = batches.make(BatchSpec("right_pad", 2, LENGTH)).inputs
     pad = inputs["attention_mask"].bool()
@@ -334,7 +334,7 @@ def shared_bert(config, inputs):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["right_pad", "left_pad"])
-def test_an_encoder_sees_both_ways(workers, way, kind):
+def test_an_encoder_attends_in_both_directions(workers, way, kind):
     inputs, model = masked_lm(kind), bert(torch.float64)
     with models.TransformersInDouble():
         loss = model(**inputs).loss
@@ -358,7 +358,7 @@ def with_dropout(config, rate, checkpointing=None, forwards=1):
     return [loss.item() for loss in losses], oracle.gradients_of(model)
 
 
-def test_attention_dropout_is_reproducible_and_does_not_depend_on_the_cut(workers):
+def test_attention_dropout_is_reproducible_and_independent_of_the_sharding(workers):
     want = None
     for way in [("ring", 2), ("ulysses", 4), ("hybrid", 4), ("allgather", 2)]:
         for checkpointing in (None, "non-reentrant"):
@@ -371,7 +371,7 @@ def test_attention_dropout_is_reproducible_and_does_not_depend_on_the_cut(worker
             oracle.assert_close_gradients(gradients, want.gradients, 1e-5)
 
 
-def test_attention_dropout_differs_from_step_to_step_and_from_none(workers):
+def test_attention_dropout_differs_between_steps(workers):
     losses = workers(2).run(with_dropout, config_of("ring", 2), 0.3, None, 3)[0][0]
     plain = workers(2).run(with_dropout, config_of("ring", 2), 0.0, None, 2)[0][0]
     assert len({*losses, plain[0]}) == 4

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: a rank of four holds a quarter of what one process holds."""
+"""Activation memory: one of four ranks holds a quarter of the memory of one process."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ from harness.models import ModelSpec
 
 LLAMA = ModelSpec("llama", layers=4)
 BATCH = BatchSpec("dense", 1, 2048)
-LIMIT = 0.28  # of one process; 0.25 would be perfect
+LIMIT = 0.28  # of the memory of one process; the ideal is 0.25
 
 
 def live_bytes(config, checkpointing):
-    """Of storages that a forward has made and that somebody still holds while its loss waits for the backward."""
+    """Bytes of storages that a forward has created and that are alive before the backward pass."""
     from ds_cp.cli.bench.probes import LiveStorages
 
     model = subject.changed_model(LLAMA, config) if config else models.build(LLAMA, attention="sdpa")
     subject.enable_checkpointing(model.train(), checkpointing)
     inputs = batches.make(BATCH).inputs
-    model(**inputs).loss.backward()  # rotary tables and plans of the first forward are nobody's activations
+    model(**inputs).loss.backward()  # the first forward creates rotary tables and schedules, which are no activations
     with LiveStorages() as storages:
         loss = model(**inputs).loss
         live = storages.live_bytes()

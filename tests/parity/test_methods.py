@@ -1,6 +1,6 @@
-"""C1 without an engine: loss and gradients of a shared sequence equal those of one process.
+"""Every method, layout, kernel and kind of batch: loss and gradients equal those of one process.
 
-Cases are data: a covering selection in which every pair of values that can occur together does at least once.
+The cases are a covering selection: every pair of values that can occur together occurs at least once.
 """
 
 import pytest
@@ -48,7 +48,7 @@ CONSTRAINTS = [
     (("way", "heads"), ulysses_can_split_these_heads),
     (("type", "heads"), lambda type, heads: type not in TYPES_WITHOUT_KV_HEADS or heads[0] == heads[1]),
     (("kind", "rows"), lambda kind, rows: "cu_seq_lens" not in kind or rows == 1),
-    # A left-padded row's first pads see nothing: no label may ask for what they predict.
+    # The first padding positions of a left-padded row see no key, so no label may depend on their predictions.
     (
         ("kind", "labels"),
         lambda kind, labels: not (kind == "left_pad" and labels.startswith("documents_predict")),
@@ -63,7 +63,7 @@ def specs_of(case):
     return model, BatchSpec(case["kind"], case["rows"], case["length"], case["labels"])
 
 
-def test_the_cases_hold_every_pair_of_values_that_can_occur_together():
+def test_the_cases_cover_every_legal_pair_of_values():
     held = {
         ((one, case[one]), (other, case[other])) for case in CASES for one in case for other in case if one != other
     }

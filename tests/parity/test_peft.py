@@ -1,4 +1,4 @@
-"""PEFT under the key: gradients of every adapter kind equal one process, under every ZeRO stage; the base stays frozen."""
+"""PEFT: gradients of every kind of adapter equal those of one process under every ZeRO stage, and the base stays frozen."""
 
 import json
 
@@ -12,7 +12,7 @@ from harness.models import ModelSpec
 
 LLAMA = ModelSpec("llama")
 BATCH = BatchSpec("dense", 2, 37)
-TOKENS = 5  # virtual ones, of prompts
+TOKENS = 5  # virtual tokens of a prompt
 
 
 def lora(**more):
@@ -60,7 +60,7 @@ ADAPTERS = {
 
 
 def adapted(name, quantised=None):
-    """The model with an adapter whose weights are all random: LoRA's B starts at zero and would hide its A."""
+    """The model with an adapter of random weights. LoRA's B is zero by default, which makes the gradient of A zero."""
     from peft import get_peft_model
 
     model = models.build(LLAMA) if quantised is None else four_bits(quantised)
@@ -109,7 +109,7 @@ def check(workers, folder, name, stage, cp, quantised=None):
     loss, gradients = workers(1).run(one_process, name, quantised)[0]
     config = engine.json_config(cp, stage, BATCH.rows)
     for got, own, forwards in workers(2).run(shared, name, config, folder, quantised):
-        assert forwards == 1  # it was shared, not run whole on every rank
+        assert forwards == 1  # the forward was sharded
         assert got == pytest.approx(loss, rel=1e-5)
         assert set(own) == set(gradients)
         oracle.assert_close_gradients(own, gradients, oracle.TOLERANCE[torch.float32])
@@ -121,14 +121,14 @@ CASES = [(name, (1, 2, 3)[index % 3], ("ring", "ulysses")[index % 2]) for index,
 @pytest.mark.parametrize(
     "name, stage, method", [*CASES, ("lora", 3, "ring"), ("dora", 3, "ulysses"), ("mlps only", 3, "ring")]
 )
-def test_gradients_of_adapters_are_exact_and_only_theirs(workers, tmp_path, name, stage, method):
+def test_gradients_of_adapters_are_exact_and_the_base_has_none(workers, tmp_path, name, stage, method):
     check(workers, tmp_path, name, stage, {"size": 2, "method": method})
     saved = tmp_path / "adapter_config.json"
     assert not saved.exists() or "ds_cp" not in json.dumps(json.loads(saved.read_text()))
 
 
-def test_layers_in_tiles_learn_behind_frozen_embeddings(workers, tmp_path):
-    """Nothing before the first layer asks for a gradient."""
+def test_chunked_layers_train_behind_frozen_embeddings(workers, tmp_path):
+    """No input of the first layer requires a gradient."""
     check(workers, tmp_path, "lora", 3, {"size": 2, "method": "ring", "offload_kv": 16})
 
 
@@ -139,7 +139,7 @@ def test_qlora_over_a_base_of_four_bits_is_exact(workers, tmp_path, stage):
     check(workers, tmp_path, "lora", stage, {"size": 2, "method": "ring"}, quantised=tmp_path / "base")
 
 
-def test_prefix_tuning_is_refused_for_it_would_share_nothing(workers):
+def test_prefix_tuning_is_refused(workers):
     from peft import PrefixTuningConfig
 
     def attached():

@@ -1,4 +1,4 @@
-"""Probes: what a changed token moves, what labels and counts mean, and that odd uses stay exact."""
+"""Properties of a sharded model: causality, logits, the meaning of labels and counts, unusual calls, refused batches."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ WAYS = [
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 
 
-# ---- causality: exactly the later tokens of the same document move -----------------------------------------
+# ---- causality: a token influences exactly the later tokens of its document --------------------------------
 
 
 def logits_with_changed_tokens(config, spec, changes):
@@ -43,7 +43,7 @@ def logits_with_changed_tokens(config, spec, changes):
 
 
 def tokens_that_may_move(batch, row, token):
-    """The document's tokens from the changed one on; none when padding was changed."""
+    """The tokens of the document from the changed one on; none if padding was changed."""
     expected = torch.zeros_like(batch.targets, dtype=torch.bool)
     for document in batch.documents:
         if document.row == row and document.start <= token < document.stop:
@@ -108,7 +108,7 @@ def test_evaluation_with_labels_returns_the_loss_and_all_logits(workers, way):
 
 
 def preference_loss(logits, batch):
-    """A loss that the model does not know: one scalar out of the log-probabilities of whole rows."""
+    """A preference loss of the log-probabilities of whole rows."""
     valid = batch.targets != batches.IGNORE
     targets = batch.targets.clamp(min=0)
     tokens = -cross_entropy(logits.transpose(1, 2), targets, reduction="none")
@@ -147,9 +147,11 @@ OBEYED = [
 
 @every_way
 @pytest.mark.parametrize("extras", OBEYED, ids=" and ".join)
-def test_what_the_user_says_about_labels_and_counts_is_obeyed(workers, way, extras):
+def test_shift_labels_and_num_items_in_batch_are_used(workers, way, extras):
     spec, plain = BatchSpec("packed", 3, 37, extras=extras), BatchSpec("packed", 3, 37)
-    assert abs(truth(LLAMA, spec).loss / truth(LLAMA, plain).loss - 1) > 1e-4  # ignoring it would show
+    assert (
+        abs(truth(LLAMA, spec).loss / truth(LLAMA, plain).loss - 1) > 1e-4
+    )  # otherwise the test could not detect that it is ignored
     subject.check(workers(way[1]).run(subject.loss_and_gradients, LLAMA, config_of(*way), [spec]), truth(LLAMA, spec))
 
 
@@ -162,7 +164,7 @@ def test_a_batch_without_a_valid_label_gives_the_loss_of_transformers_and_zero_g
         assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients.values())
 
 
-def test_a_group_without_a_valid_label_leaves_the_other_group_alone(workers):
+def test_a_group_without_a_valid_label_does_not_affect_the_other_group(workers):
     specs = [BatchSpec("dense", 1, 37), BatchSpec("packed", 1, 53, labels="none")]
     losses = [truth(LLAMA, spec).loss for spec in specs for _ in range(2)]
     results = workers(4).run(subject.loss_and_gradients, LLAMA, config_of("ring", 2), specs)
@@ -170,7 +172,7 @@ def test_a_group_without_a_valid_label_leaves_the_other_group_alone(workers):
 
 
 def label_smoothing(logits, labels, vocab_size, num_items_in_batch=None, **_):
-    """A user's own loss: it shifts by itself and has its own weights."""
+    """A custom loss that shifts the labels itself."""
     logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return cross_entropy(logits, targets, label_smoothing=0.3)
 
@@ -184,7 +186,7 @@ def gradients_with_own_loss(config, spec):
 
 
 @every_way
-def test_a_loss_function_that_the_user_gives_to_the_model_is_obeyed(workers, way):
+def test_a_loss_function_set_on_the_model_is_used(workers, way):
     spec = BatchSpec("right_pad", 3, 53, labels="middle")
     batch, model = batches.make(spec), models.build(LLAMA, attention="eager").double()
     with models.TransformersInDouble():
@@ -195,14 +197,14 @@ def test_a_loss_function_that_the_user_gives_to_the_model_is_obeyed(workers, way
     subject.check(workers(way[1]).run(gradients_with_own_loss, config_of(*way), spec), want)
 
 
-# ---- odd uses ----------------------------------------------------------------------------------------------
+# ---- unusual calls -----------------------------------------------------------------------------------------
 
 
 @every_way
 @pytest.mark.parametrize("kernel", ["torch", "reference"])
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
-    """In fp64: the true gradients of q and k are zero where one key is seen, and fp32's rounding is not."""
+    """In fp64, since the gradients of q and k are zero for a query with one key, and fp32 leaves a rounding error."""
     spec = BatchSpec("dense", 3, length)
     arguments = (LLAMA, config_of(*way, kernel), [spec], torch.float64)
     subject.check(workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(LLAMA, spec), torch.float64)
@@ -211,7 +213,7 @@ def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
 @every_way
 @pytest.mark.parametrize("kernel", ["torch", "reference"])
 def test_scores_whose_exponentials_overflow_are_exact(workers, way, kernel):
-    """Rows of scores move by hundreds, up or down: e to that power is infinite or zero even in fp64."""
+    """All scores are shifted by hundreds, so that their exponentials overflow or underflow even in fp64."""
     model, spec = ModelSpec("gpt2", kv_heads=8, score_offset=500.0), BatchSpec("packed", 3, 53)
     arguments = (model, config_of(*way, kernel), [spec], torch.float64)
     subject.check(workers(way[1]).run(subject.loss_and_gradients, *arguments), truth(model, spec), torch.float64)
@@ -230,7 +232,7 @@ def run_twice(config, spec):
 
 
 @every_way
-def test_the_same_step_twice_is_bit_equal(workers, way):
+def test_the_same_step_twice_is_bitwise_equal(workers, way):
     for first, second in workers(way[1]).run(run_twice, config_of(*way), BatchSpec("packed", 3, 53)):
         assert first[0] == second[0]
         assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
@@ -258,7 +260,7 @@ def gradients_from_embeddings(config, spec):
 
 
 @every_way
-def test_embeddings_given_by_the_user_carry_gradients_back(workers, way):
+def test_inputs_embeds_receive_exact_gradients(workers, way):
     spec = BatchSpec("packed", 3, 53)
     subject.check(workers(way[1]).run(gradients_from_embeddings, config_of(*way), spec), truth(LLAMA, spec))
 
@@ -279,20 +281,20 @@ def test_a_batch_that_differs_inside_a_group_is_refused_on_every_rank(workers, w
 
 
 def leave_after_a_step(config, how):
-    """The last rank takes one step with the others, then dies, or lives on without coming back."""
+    """The last rank takes one step with the others, then dies or raises."""
     model = subject.changed_model(LLAMA, config).train()
     inputs = batches.make(BatchSpec()).inputs
     model(**inputs).loss.backward()
     if torch.distributed.get_rank() == config["size"] - 1:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("this rank stays away")  # the harness keeps its process and its sockets alive
+        raise RuntimeError("this rank stays away")  # the harness keeps the process and its sockets open
     model(**inputs).loss.backward()
 
 
 @every_way
 @pytest.mark.parametrize("how", ["dies", "stays away"])
-def test_a_member_that_is_missing_fails_the_others_with_a_message(workers, way, how):
+def test_ranks_raise_when_a_member_of_their_group_is_missing(workers, way, how):
     last = way[1] - 1
     config = config_of(*way) | {"timeout": 3}
     dying = (last,) if how == "dies" else ()

@@ -14,7 +14,7 @@ TO_RUN = {name: case for name, case in REPORTS.items() if isinstance(case, Parit
 
 
 @pytest.mark.parametrize("case", TO_RUN.values(), ids=[name.partition(":")[0] for name in TO_RUN])
-def test_what_went_wrong_elsewhere_is_exact_here(workers, case):
+def test_a_reported_case_is_exact(workers, case):
     config = config_of(case.method, case.size, case.layout)
     results = workers(case.size * len(case.batches)).run(
         subject.loss_and_gradients, case.model, config, case.batches, checkpointing=case.checkpointing
@@ -23,7 +23,7 @@ def test_what_went_wrong_elsewhere_is_exact_here(workers, case):
     subject.check(results, truth(case.model, *case.batches), losses=losses)
 
 
-def test_every_test_that_a_report_names_exists():
+def test_every_test_named_by_a_report_exists():
     named = {test for case in REPORTS.values() if isinstance(case, Elsewhere) for test in case}
     missing = [test for test in sorted(named) if test.partition("::")[2] not in _functions(test.partition("::")[0])]
     assert not missing

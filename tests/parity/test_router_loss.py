@@ -1,4 +1,4 @@
-"""The load-balancing loss of experts sees the tokens of the whole group: loss, auxiliary loss and gradients."""
+"""The load-balancing loss of experts is computed over the tokens of the whole context-parallel group."""
 
 import copy
 
@@ -20,7 +20,7 @@ def batch(kind):
     generator = torch.Generator().manual_seed(1)
     rows = 1 if kind == "packed" else 2
     ids = torch.randint(5, VOCAB - 10, (rows, LENGTH), generator=generator)
-    inputs = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}  # with a cache one process packs nothing
+    inputs = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}  # with a cache, transformers ignores packing
     if kind == "padded":
         inputs["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [22]])).long()
         inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -45,7 +45,7 @@ def run(model, inputs, asked_by, checkpointing=None):
 
 def fp64(type_):
     model = build(type_)
-    model.config.router_aux_loss_coef = 0.5  # its share of the gradient shall show
+    model.config.router_aux_loss_coef = 0.5  # large, so that it matters in the gradient
     if hasattr(model, "router_aux_loss_coef"):
         model.router_aux_loss_coef = 0.5
     return model.double()
@@ -73,7 +73,7 @@ def check(workers, type_, way, *args):
 
 
 FACTORS = {"type": TYPES, "way": WAYS, "kind": ["dense", "padded", "packed"], "asked_by": ["config", "call"]}
-# gpt_oss does not tell its masks the positions: one process lets packed documents see each other, ds_cp does not
+# gpt_oss does not pass positions to its masks, so packed documents see each other in one process
 CONSTRAINTS = [(("type", "kind"), lambda type, kind: type != "gpt_oss" or kind != "packed")]
 
 

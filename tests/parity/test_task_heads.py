@@ -1,4 +1,4 @@
-"""Heads that are no causal LMs: classifiers, taggers, question answering, masked LM, and encoders by themselves."""
+"""Models with other task heads: classification, tagging, question answering, masked LM; and bare encoders."""
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ def case_of(class_name, model_type, asked, side, way):
     inputs = {"input_ids": ids, **asked}
     if mask is not None:
         inputs["attention_mask"] = mask
-        inputs["input_ids"] = ids.masked_fill(mask == 0, 0)  # 0 pads: pooling by the last token looks for it
+        inputs["input_ids"] = ids.masked_fill(
+            mask == 0, 0
+        )  # 0 is the padding id, which pooling of the last token looks for
     seen = mask.bool() if side and mask.dim() == 2 else None
     return lambda **more: heads.build(class_name, model_type, **overrides, **more), WAYS[way], inputs, seen
 
@@ -40,13 +42,13 @@ def test_loss_outputs_and_gradients_equal_those_of_one_process(workers, case):
     heads.check(workers, make, config, inputs, seen=seen)
 
 
-def test_every_type_that_start_up_lets_through_is_compared_here():
+def test_every_accepted_type_is_compared_here():
     from ds_cp.patches.transformers import verified
 
     assert verified.ENCODERS <= {model_type for _, model_type, *_ in HEADS}
 
 
-# ---- what a call may ask for -------------------------------------------------------------------------------------
+# ---- further arguments of a call ---------------------------------------------------------------------------------
 
 
 def embedded(inputs, width=64):

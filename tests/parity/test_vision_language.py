@@ -1,4 +1,4 @@
-"""Models with images: spans of image tokens cross the borders of shards, towers train, masks are made before the decoder."""
+"""Vision-language models: image tokens cross the borders of shards, vision towers train, masks are created before the decoder."""
 
 import functools
 
@@ -38,7 +38,7 @@ def check(workers, name, kind, way, checkpointing=None):
     inputs = vision.batch(name, kind)
     seen = inputs["attention_mask"].bool() if kind == "padded" else None
     if kind == "packed":
-        inputs["use_cache"] = False  # with a cache one process packs nothing
+        inputs["use_cache"] = False  # with a cache, transformers ignores packing
 
     def make(dtype=torch.float64):
         return vision.build(name, dtype)
@@ -58,11 +58,11 @@ def test_gradient_checkpointing_changes_nothing(workers, name):
     check(workers, name, "images", "ring", "non-reentrant")
 
 
-CUT = 23  # where the second document of a packed row starts
+CUT = 23  # the start of the second document of a packed row
 
 
 def alone(name, packed):
-    """The two documents of a packed row with the image of each, as two batches."""
+    """The two documents of a packed row, each with its image, as two batches."""
     per_token = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids")
     sizes = packed["image_grid_thw"].prod(-1).tolist() if name in vision.BY_GRID else [1, 1]
     images = packed["pixel_values"].split(sizes)
@@ -72,7 +72,7 @@ def alone(name, packed):
 
 
 def in_four_rows(model, documents):
-    """Qwen's positions of a packed row: those that count tokens, which restart, then time, height and width."""
+    """Qwen's positions of a packed row: token positions, which restart with each document, then time, height and width."""
     length = [each["input_ids"].size(1) for each in documents]
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
     of_images = [model.model.get_rope_index(**{name: each[name] for name in names})[0] for each in documents]
@@ -82,8 +82,8 @@ def in_four_rows(model, documents):
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl", "qwen4_exp"])
 def test_packed_documents_with_images_equal_each_document_alone(workers, name):
-    """One process that is given gemma3's packed row looks images up by their index inside of the document (transformers
-    5.24), so it is no oracle here."""
+    """The oracle runs each document alone: for a packed row, transformers 5.24 indexes the images of gemma3 by their position in
+    the document."""
     packed = vision.batch(name, "packed") | {"use_cache": False}
     make = functools.partial(vision.build, name)
     model, documents = make(), list(alone(name, packed))
@@ -100,8 +100,8 @@ def test_packed_documents_with_images_equal_each_document_alone(workers, name):
 
 
 def generated(name, config):
-    """Greedy tokens and scores from a prompt with images, which is read shared but for mllama's cross attention, and the
-    logits of a call with a cache."""
+    """Greedy tokens and scores after a prompt with images, and the logits of a call with a cache. The prompt is sharded except
+    for mllama."""
     model = vision.build(name, torch.float32).eval()
     if config:
         import ds_cp
@@ -136,19 +136,19 @@ def implementations(name):
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma4", "qwen3_vl"])
-def test_towers_keep_their_attention(workers, name):
+def test_vision_towers_keep_their_attention(workers, name):
     assert workers(2).run(implementations, name) == [({"eager"}, {"ds_cp"})] * 2
 
 
-def test_every_type_that_start_up_lets_through_is_compared_here():
+def test_every_accepted_type_is_compared_here():
     from ds_cp.patches.transformers import verified
 
     assert verified.VISION_LANGUAGE <= {name for name, *_ in CASES} | set(vision.TEXT_TYPES.values())
 
 
 @pytest.mark.parametrize("name, fact", [("llava", "input_ids"), ("gemma3", "token_type_ids")])
-def test_ids_behind_embeddings_and_what_early_masks_hold_are_compared(workers, name, fact):
-    """The decoder gets neither: embeddings, and masks that were made of the types."""
+def test_ids_and_token_types_that_the_decoder_does_not_get_are_compared_across_ranks(workers, name, fact):
+    """The decoder gets embeddings instead of ids, and masks that were computed from the token types."""
 
     def one_value_differs():
         import ds_cp

@@ -1,4 +1,4 @@
-"""C1 and C2 under real DeepSpeed engines: every ZeRO stage takes the step that one process would take."""
+"""DeepSpeed engines: losses, gradients and updated weights equal those of one process under every ZeRO stage."""
 
 import statistics
 
@@ -19,19 +19,19 @@ FACTORS = {
     "kind": ["dense", "packed", "right_pad", "left_pad"],
     "accumulation": [1, 3],
     "dp": [1, 2],
-    "type": ["llama", "gpt2", "qwen3"],  # gpt2 ties its embeddings
+    "type": ["llama", "gpt2", "qwen3"],  # gpt2 has tied embeddings
     "rows": [1, 3],
     "reduce_scatter": [True, False],
     "checkpointing": [None, "reentrant", "non-reentrant"],
 }  # fmt: skip
-CONSTRAINTS = [(("way", "dp"), lambda way, dp: way[1] * dp <= 4)]  # four ranks are what two cores bear
+CONSTRAINTS = [(("way", "dp"), lambda way, dp: way[1] * dp <= 4)]  # at most four ranks, for a machine with two cores
 
 LENGTHS = [53, 37, 40]  # of the micro-batches
 LABELS = ["all", "first_eighth", "middle"]
 
 
 def batches_of_groups(kind, rows, dp, accumulation):
-    """Micro-batches of each data-parallel group, with unequal lengths and unequal numbers of valid tokens."""
+    """The micro-batches of each data-parallel group, with different lengths and different numbers of valid tokens."""
     return [
         [
             BatchSpec(kind, rows, LENGTHS[(i + g) % 3], LABELS[(i + 2 * g) % 3], seed=10 * g + i)
@@ -42,7 +42,7 @@ def batches_of_groups(kind, rows, dp, accumulation):
 
 
 def check(results, model, groups):
-    """Against the mean over groups and micro-batches of each batch's own mean, as data parallelism has it."""
+    """Compare with the mean over groups and micro-batches of the loss of each batch."""
     losses = [[truth(model, batch).loss for batch in group] for group in groups]
     engine.check(results, truth(model, *(batch for group in groups for batch in group)), losses)
 
@@ -100,7 +100,7 @@ def train_from_pretrained(folder, config, groups):
     from transformers.integrations import HfDeepSpeedConfig
 
     engine.activate()
-    keep_alive = HfDeepSpeedConfig(config)  # from_pretrained builds inside zero.Init of this config
+    keep_alive = HfDeepSpeedConfig(config)  # from_pretrained runs inside zero.Init of this config
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert all(p.ds_tensor.numel() <= p.ds_numel // get_world_size() + 1 for p in model.parameters())
     made = [batches.make(spec).inputs for spec in groups[subject.data_parallel_rank(2)]]
@@ -117,14 +117,14 @@ def test_zero_3_builds_its_parameters_in_shards_from_a_checkpoint(workers, tmp_p
 
 
 def steps_of_engines(model_spec, configs, batch_specs):
-    """All engines live in one process; their steps alternate."""
+    """Steps of several engines in one process, one after the other."""
     engines = [engine.initialize(config, models.build(model_spec)) for config in configs]
     return [engine.step(each, [batches.make(spec).inputs]) for each, spec in zip(engines, batch_specs, strict=True)]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_engines_with_different_keys_live_in_one_process(workers, stage):
-    """Two share sequences in different ways, one has no key: plain data parallelism over two ranks."""
+    """Two engines with different methods, and one without the key on two data-parallel ranks."""
     model = ModelSpec("llama")
     specs = [BatchSpec("packed", 1, 53), BatchSpec("dense", 1, 37), BatchSpec("left_pad", 1, 40)]
     configs = [
@@ -138,7 +138,7 @@ def test_engines_with_different_keys_live_in_one_process(workers, stage):
         engine.check([results[index] for results in by_rank], want, [[want.loss]])
 
 
-# ---- bf16: no worse than 1.5 times the error of one process in bf16, median of five seeds ------------------
+# ---- bf16: at most 1.5 times the error of one process in bf16, median of five seeds -------------------------
 
 SEEDS = range(5)
 ALLOWED = 1.5

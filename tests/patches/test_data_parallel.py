@@ -1,4 +1,4 @@
-"""What counts ranks is shown groups, and a key is checked again where it or the world is another one."""
+"""Views that count data-parallel groups instead of ranks, and the cached size of the key."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from ds_cp.patches import data_parallel, deepspeed
 from ds_cp.patches.transformers import trainer
 
 
-def test_numbers_of_ranks_become_numbers_of_groups_and_nothing_else_changes():
+def test_counts_of_ranks_become_counts_of_groups():
     whole = SimpleNamespace(world_size=8, process_index=5, per_device_train_batch_size=3)
     shown = trainer.arguments_view(whole, 4)
     assert (shown.world_size, shown.process_index, shown.per_device_train_batch_size) == (2, 1, 3)
@@ -27,7 +27,7 @@ def test_the_size_is_that_of_this_key_in_this_world(monkeypatch, world, value, s
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, 3, "1"])
-def test_a_wrong_size_raises_each_time_also_beside_a_right_one_that_is_equal_to_it(monkeypatch, wrong):
+def test_a_wrong_size_raises_every_time_even_if_it_equals_a_cached_right_one(monkeypatch, wrong):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert data_parallel.cp_size_of_config({"context_parallel": {"size": 1}}) == 1
     for _ in range(2):
@@ -35,7 +35,7 @@ def test_a_wrong_size_raises_each_time_also_beside_a_right_one_that_is_equal_to_
             data_parallel.cp_size_of_config({"context_parallel": {"size": wrong}})
 
 
-def test_rank_and_count_by_groups_before_there_is_a_process_group(monkeypatch):
+def test_data_parallel_rank_and_size_before_the_process_group_exists(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
     view = deepspeed.DataParallelMpu(2)

@@ -1,4 +1,4 @@
-"""Liger's loss on local tokens. A stand-in has the names and signatures of the released package, whose kernels need Triton."""
+"""Liger's loss on local tokens. The released package needs Triton, so a stand-in has its names and signatures."""
 
 import functools
 import sys
@@ -75,7 +75,7 @@ def with_liger(batch):
 @pytest.mark.parametrize("batch", [PACKED, BatchSpec("dense", 3, 38, extras=("num_items_in_batch",)),
                                    BatchSpec("dense", 1, 37, extras=("shift_labels",)),
                                    BatchSpec("dense", 2, 37, "first_eighth")], ids=str)  # fmt: skip
-def test_ligers_loss_gets_local_tokens_and_is_summed_over_the_group(workers, batch):
+def test_ligers_loss_runs_on_local_tokens_and_is_summed_over_the_group(workers, batch):
     results = workers(2).run(with_liger, batch)
     want = oracle.truth(LLAMA, batch)
     subject.check([result for result, _, _ in results], want)
@@ -95,5 +95,5 @@ def asks_for_accuracy():
     model(**batches.make(PACKED).inputs)
 
 
-def test_numbers_that_would_be_one_shards_are_refused(workers):
+def test_metrics_of_a_shard_are_refused(workers):
     workers(2).run_expecting_error(asks_for_accuracy, "return_token_accuracy")

@@ -1,4 +1,4 @@
-"""Patches are listed and undone; engines and forwards do not see each other; without the key nothing changes."""
+"""Patches are listed and undone, engines in one process are independent, and nothing changes without the key."""
 
 import gc
 import importlib
@@ -19,7 +19,7 @@ DENSE = BatchSpec("dense", 1, 37)
 
 
 def fingerprint():
-    """Every place that ds_cp may touch."""
+    """Every object that a patch may replace, by name."""
     import accelerate.accelerator
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -42,7 +42,7 @@ def changed(before, after):
     return sorted(name for name in before.keys() | after.keys() if before.get(name) is not after.get(name))
 
 
-def test_an_attached_model_goes_when_nobody_holds_it(workers):
+def test_an_attached_model_is_freed_when_it_is_no_longer_referenced(workers):
     def come_and_go():
         import ds_cp
         from ds_cp import patches
@@ -57,13 +57,13 @@ def test_an_attached_model_goes_when_nobody_holds_it(workers):
             return sum(patch.target.startswith("model ") for patch in patches.installed())
 
         base = models.build(LLAMA)
-        config = base.config  # as a search over hyperparameters shares it between its models
+        config = base.config  # shared between models, as in a hyperparameter search
         first, second = attached(config), attached(config)
         alive = [[weakref.ref(module) for module in model.modules()] for model in (first, second)]
         del first
         gc.collect()
         assert not any(part() for part in alive[0]) and listed() == 1
-        assert config._attn_implementation == "ds_cp"  # the second's
+        assert config._attn_implementation == "ds_cp"  # set by the second model
         second(**batches.make(DENSE).inputs).loss.backward()
         del second
         gc.collect()
@@ -145,7 +145,7 @@ def test_two_engines_with_different_keys_live_in_one_process(workers):
             oracle.assert_close_gradients(gradients, want.gradients, 1e-5)
 
 
-def test_what_another_library_lacks_is_named_and_nothing_is_left_behind(workers):
+def test_a_missing_or_changed_patch_target_is_named_and_no_patch_remains(workers):
     def message(spoil):
         from ds_cp import patches
 
@@ -177,7 +177,7 @@ def _without(module, owner, name):
 
 
 def _not_knowing(module, owner, name):
-    """The function is there and does something else, as after a change of its library."""
+    """Replaces a function by one that does not use the expected names, as after a change in its library."""
 
     def spoil():
         def other(*args, **kwargs): ...
@@ -210,7 +210,7 @@ SPOILED = [
 ]  # fmt: skip
 
 
-def test_a_patch_of_somebody_elses_is_not_asked_what_it_names():
+def test_a_function_patched_by_another_library_is_not_inspected():
     from ds_cp import patches
 
     class Owner:
@@ -218,7 +218,7 @@ def test_a_patch_of_somebody_elses_is_not_asked_what_it_names():
 
         def method(self): ...
 
-    patches.require(Owner, "method", "why", "a name")  # this file is another library than Owner's
+    patches.require(Owner, "method", "why", "a name")  # the function is defined in another library than its owner
     Owner.method.__module__ = Owner.__module__
     with pytest.raises(patches.MissingTargetError, match="some_library has a .*Owner.method that does not know a name"):
         patches.require(Owner, "method", "why", "a name")

@@ -12,8 +12,8 @@ from ds_cp.patches import versions
 from harness.paths import ROOT
 
 
-def test_the_declared_torch_has_products_into_a_wider_sum():
-    # addmm with out_dtype: torch 2.6 and 2.7 lack it, 2.8 and 2.9 refuse a sum in another dtype than the factors'
+def test_the_declared_torch_has_addmm_with_out_dtype():
+    # addmm with out_dtype: missing in torch 2.6 and 2.7; torch 2.8 and 2.9 refuse an out_dtype other than that of the factors
     declared = versions.ranges().get("torch", SpecifierSet())
     assert not any(version in declared for version in ("2.6.0", "2.7.1", "2.8.0", "2.9.1"))
     assert "2.10.0" in declared and torch.__version__ in declared
@@ -24,7 +24,7 @@ DECLARED = [
     "transformers<6,>=5.2", "deepspeed>=0.1", 'trl>=1.5; extra == "trl"', "nobody-has-this>=3",
     'transformers<5.9,>=5.2; extra == "tested"', 'trl<1.9,>=1.5; extra == "tested"',
 ]  # fmt: skip
-VERSIONS = [  # what is installed, and what a run is told: nothing, one line, a refusal
+VERSIONS = [  # (installed versions, warning, error)
     ({"transformers": "5.2.0", "trl": "1.8.7"}, "", ""),
     ({"transformers": "5.2.0.dev0", "trl": "1.5"}, "", r"transformers 5\.2\.0\.dev0 \(<6,>=5\.2\)"),
     ({"transformers": "5.9.1", "trl": "1.5"}, r"run with transformers 5\.9\.1 \(.*ds_cp verify", ""),
@@ -35,7 +35,7 @@ VERSIONS = [  # what is installed, and what a run is told: nothing, one line, a 
 
 
 @pytest.mark.parametrize("installed, told, refused", VERSIONS)
-def test_versions_outside_of_the_range_are_told_or_refused(monkeypatch, installed, told, refused):
+def test_versions_outside_of_the_range_warn_or_are_refused(monkeypatch, installed, told, refused):
     from ds_cp import patches
     from ds_cp.config import ConfigError
     from ds_cp.patches import versions
@@ -58,7 +58,7 @@ def test_versions_outside_of_the_range_are_told_or_refused(monkeypatch, installe
                 check("0")
             before = patches.installed()
             with pytest.raises(ConfigError, match=refused):
-                patches.install()  # what reading a key with size > 1 calls
+                patches.install()  # called when a key with size > 1 is read
             assert patches.installed() == before
         else:
             said = check("0")

@@ -18,7 +18,8 @@ from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, Band
-from ds_cp.mask.schedule import OPEN, schedule
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.schedule import schedule
 from harness.attention import block_inputs, packed_steps
 from harness.flash_stand_in import SIGNATURES, VERSIONS, make_kernel, stand_in
 
@@ -37,7 +38,7 @@ def shared(kernel, documents, rule, layout, heads=(4, 2), dims=(16, 16), score=S
         local = [layout.shard(x, 2, group.rank).requires_grad_() for x in (q, k, v)]
         steps = schedule(segments, layout, group.rank)
         assert kernel.takes(local[0], local[2], score)
-        out = attend(*local, lambda word: PeerExchange(group, steps, 1, word), kernel, score)
+        out = attend(*local, lambda phase: PeerExchange(group, steps, 1, phase), kernel, score)
         out.backward(layout.shard(grad_out, 2, group.rank))
         return [out.detach(), *(x.grad for x in local)]
 

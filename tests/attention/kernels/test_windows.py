@@ -11,7 +11,9 @@ from ds_cp.attention.kernels.windows import ALL, launches, split_to_windows
 from ds_cp.attention.score import Score
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, Band
-from ds_cp.mask.schedule import OPEN, Tile, find_tiles
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.schedule import find_tiles
+from ds_cp.mask.tile import Tile
 from harness.attention import block_inputs, packed_steps
 from harness.flash_stand_in import VERSIONS, make_kernel
 

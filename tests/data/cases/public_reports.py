@@ -90,7 +90,7 @@ REPORTS = {
     ),
     "ms-swift#10185: labels are shifted a second time by the user's own loss": Elsewhere(
         "patches/transformers/test_loaders::test_training_equals_a_run_without_the_key",
-        "patches/transformers/losses/test_label_smoothing::test_losses_outside_of_the_model_train_and_evaluate_as_without_the_key",
+        "patches/transformers/losses/test_label_smoothing::test_losses_outside_of_the_model_equal_a_run_without_the_key",
     ),
     "ms-swift#10035: weights per token are not shared like labels": Elsewhere(
         "parity/test_probes::test_a_loss_that_the_user_computes_from_the_logits_is_exact"
@@ -115,7 +115,7 @@ REPORTS = {
     ),
     "ms-swift#3215: left padding is refused": Parity("ring", 2, rows("left_pad", 2, 37)),
     "Automodel#2622: a mask that is not causal is dropped": Elsewhere(
-        "parity/test_masks::test_a_whole_mask_of_the_user_is_cut_per_tile"
+        "parity/test_masks::test_a_dense_mask_of_the_user_is_exact"
     ),
     # ---- sequence length and divisibility
     "DeepSpeed#5177: a length that the group does not divide": Parity("ulysses", 4, rows(length=33)),
@@ -148,7 +148,7 @@ REPORTS = {
         "ulysses", 2, rows("packed", 1, 64), ModelSpec("gemma3_text")
     ),
     "ring-flash-attention#36: dropout draws other numbers in the backward": Elsewhere(
-        "parity/test_masks::test_attention_dropout_is_reproducible_and_does_not_depend_on_the_cut"
+        "parity/test_masks::test_attention_dropout_is_reproducible_and_independent_of_the_sharding"
     ),
     "prime-rl#2418, VeOmni#1085: softcap is refused": Parity("ring", 2, rows(length=53), ModelSpec("gemma2")),
     # ---- positions
@@ -189,7 +189,7 @@ REPORTS = {
     ),
     "LlamaFactory#10559: ranks of a group read other batches of a stream": Elsewhere(
         "patches/transformers/test_loaders::test_training_equals_a_run_without_the_key",
-        "patches/transformers/test_loaders::test_a_stream_goes_on_where_its_checkpoint_stopped",
+        "patches/transformers/test_loaders::test_a_stream_resumes_from_its_checkpoint",
     ),
     # ---- hangs
     "ring-attention-pytorch PR#9: lone sends and receives hang": Parity("ring", 3, rows(length=64)),
@@ -197,8 +197,8 @@ REPORTS = {
         "it is the same with and without the key: plain data parallelism over groups; inside a group batches are equal"
     ),
     "the tiled MLP of DeepSpeed's tutorial: ranks with fewer tiles stop supplying their ZeRO-3 shards": Elsewhere(
-        "patches/transformers/memory/test_chunked_mlp::test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles",
-        "patches/transformers/losses/test_causal_lm::test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles",
+        "patches/transformers/memory/test_chunked_mlp::test_every_zero_stage_is_exact_with_different_numbers_of_chunks_per_rank",
+        "patches/transformers/losses/test_causal_lm::test_every_zero_stage_is_exact_with_different_numbers_of_chunks_per_rank",
     ),
     "pytorch#121386: torch.compile breaks the ring": Elsewhere("parity/test_compile::test_five_packings_are_exact_and_compile_once"),
     # ---- ZeRO, adapters
@@ -209,10 +209,10 @@ REPORTS = {
         "parity/test_peft::test_lora_gradients_are_exact_and_the_base_stays_frozen"
     ),
     "DeepSpeed#6582: adapters fail under stage 3": Elsewhere(
-        "parity/test_peft::test_gradients_of_adapters_are_exact_and_only_theirs"
+        "parity/test_peft::test_gradients_of_adapters_are_exact_and_the_base_has_none"
     ),
     "DeepSpeed#4752, Megatron-DeepSpeed#305: universal checkpoints": Elsewhere(
-        "patches/deepspeed/test_checkpoints::test_a_universal_checkpoint_goes_on_at_another_world_size"
+        "patches/deepspeed/test_checkpoints::test_a_universal_checkpoint_resumes_at_another_world_size"
     ),
     "transformers#46868, #43517, DeepSpeed#7821: evaluation is whole on every rank, or wants the training's sizes": Elsewhere(
         "patches/transformers/test_evaluation::test_losses_predictions_and_metrics_equal_a_run_without_the_key"

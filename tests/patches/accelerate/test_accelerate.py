@@ -1,4 +1,4 @@
-"""Loops of one's own with accelerate under the key, its launcher, and its other ways of sharing a sequence."""
+"""accelerate with the key: custom training loops, the launcher, and conflicts with accelerate's own sequence parallelism."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def accelerator_for(ds_config):
 
 
 def loop(folder, ds_config):
-    """Two epochs with accumulation and two schedules; the second is run again from the state saved between them."""
+    """Two epochs with accumulation and two schedulers, then the state saved between them is loaded."""
     from accelerate.utils import DummyOptim, DummyScheduler
     from torch.utils.data import DataLoader
 
@@ -48,7 +48,9 @@ def loop(folder, ds_config):
     loader = DataLoader(RowSlice(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
     held_out = DataLoader(RowSlice(SAMPLES), batch_size=2, collate_fn=pad_right)
     optimizer = DummyOptim(model.parameters())
-    schedule = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=1)  # counted in batches of all workers
+    schedule = DummyScheduler(
+        optimizer, total_num_steps=20, warmup_num_steps=1
+    )  # counted in batches of all data-parallel workers
     model, optimizer, loader, held_out, _ = accelerator.prepare(model, optimizer, loader, held_out, schedule)
     steps = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda step: step)
     counted = accelerator.prepare_scheduler(steps)
@@ -77,7 +79,7 @@ def loop(folder, ds_config):
     model.eval()
     seen = [accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist() for batch in held_out]
     names = accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)
-    names += accelerator.gather_for_metrics(["an object", "another"])  # accelerate sees that these are no tensors
+    names += accelerator.gather_for_metrics(["an object", "another"])  # accelerate detects that these are no tensors
     total = accelerator.reduce(torch.ones(()), "mean").item()
     return (
         {"losses": first + second, "seen": sum(seen, []), "names": len(names), "mean": total, "rates": rates},
@@ -97,8 +99,8 @@ def test_a_loop_with_accumulation_metrics_and_saved_state_equals_a_run_without_t
             assert (again[name] - want_again[name]).norm() <= 1e-5 * want_again[name].norm(), name
 
 
-def test_an_accelerator_that_leaves_deepspeed_alone_is_refused(workers):
-    """Otherwise it trains with DistributedDataParallel, unshared, and says nothing."""
+def test_an_accelerator_that_does_not_use_deepspeed_is_refused(workers):
+    """It would train with DistributedDataParallel and ignore the key."""
 
     def on_cpu():
         from accelerate import Accelerator, DeepSpeedPlugin
@@ -117,7 +119,7 @@ TWO_WAYS = {
 
 
 @pytest.mark.parametrize("way", TWO_WAYS)
-def test_a_second_way_of_sharing_sequences_is_refused_by_name(workers, way):
+def test_accelerates_own_sequence_parallelism_is_refused(workers, way):
     def both():
         from accelerate import Accelerator, DeepSpeedPlugin, PartialState
         from accelerate.parallelism_config import ParallelismConfig
@@ -134,8 +136,8 @@ def test_a_second_way_of_sharing_sequences_is_refused_by_name(workers, way):
 
 
 @pytest.mark.parametrize("name", ["context_parallel", "contextparallel"])
-def test_the_key_among_the_fields_of_accelerates_own_config_is_refused(tmp_path, name):
-    """`accelerate launch` hands on the fields that it knows, and drops the others without a word."""
+def test_the_key_in_accelerates_own_config_is_refused(tmp_path, name):
+    """`accelerate launch` passes on known fields and drops others without a message."""
     patches.on_import("accelerate.commands.config.config_args")
     file = tmp_path / "accelerate.yaml"
     fields = f"  zero_stage: 2\n  {name}:\n    size: 2\n"
@@ -191,7 +193,7 @@ def one_process():
 
 @pytest.mark.slow
 def test_accelerate_launch_shares_the_sequences(tmp_path):
-    """The real launcher in real processes: the entry point activates ds_cp, the config comes by its path."""
+    """The real launcher in new processes. The entry point activates ds_cp, and the config is given by its path."""
     (tmp_path / "train.py").write_text(textwrap.dedent(BUILD + SCRIPT))
     config = training.json_for({"size": 2}, 1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     (tmp_path / "ds.json").write_text(json.dumps(config))

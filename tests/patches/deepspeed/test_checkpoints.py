@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved at one cp size goes on at another, optimizer included, and loads without ds_cp."""
+"""Checkpoints resume at another cp size, including the optimizer, and load without ds_cp."""
 
 import argparse
 import json
@@ -38,10 +38,12 @@ def take_step(made, step, cp):
 
 
 def steps_by_turns(folder, stage, sizes):
-    """Step after step, each by a new engine with its own cp size that goes on from the checkpoint of the one before."""
+    """One step per cp size, each by a new engine that resumes from the checkpoint of the previous one."""
     for step, cp in enumerate(sizes):
         config = config_for(stage, cp, torch.distributed.get_world_size())
-        made = engine.initialize(config, models.build(ModelSpec("llama", seed=step)))  # other weights, until it loads
+        made = engine.initialize(
+            config, models.build(ModelSpec("llama", seed=step))
+        )  # other weights until the checkpoint is loaded
         if step:
             assert made.load_checkpoint(folder / f"at-{step}")[0]
         take_step(made, step, cp)
@@ -66,7 +68,7 @@ def assert_same_weights(got, want, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("stage, sizes", [(1, (1, 2, 4)), (2, (4, 1, 2)), (3, (2, 4, 1))])
-def test_training_goes_on_at_another_cp_size(workers, tmp_path, stage, sizes):
+def test_a_checkpoint_resumes_at_another_cp_size(workers, tmp_path, stage, sizes):
     for weights in workers(4).run(steps_by_turns, tmp_path, stage, sizes):
         assert_same_weights(weights, one_process())
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -76,7 +78,7 @@ def test_training_goes_on_at_another_cp_size(workers, tmp_path, stage, sizes):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_universal_checkpoint_goes_on_at_another_world_size(workers, tmp_path, stage):
+def test_a_universal_checkpoint_resumes_at_another_world_size(workers, tmp_path, stage):
     from deepspeed.checkpoint.ds_to_universal import main
 
     workers(4).run(steps_by_turns, tmp_path, stage, (2, 2))
@@ -112,7 +114,7 @@ def trained_and_saved(folder, ds_config, resume=None, **more):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_trainer_goes_on_at_another_cp_size_and_its_model_loads_without_ds_cp(workers, tmp_path, stage):
+def test_a_trainer_resumes_at_another_cp_size_and_its_model_loads_without_ds_cp(workers, tmp_path, stage):
     from transformers import AutoModelForCausalLM
 
     gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
@@ -135,7 +137,7 @@ def test_trainer_goes_on_at_another_cp_size_and_its_model_loads_without_ds_cp(wo
         assert seen == tokens
 
 
-def test_what_an_attached_model_saves_names_no_attention_of_ds_cp(workers, tmp_path):
+def test_a_saved_config_does_not_name_the_attention_of_ds_cp(workers, tmp_path):
     def save():
         import copy
 

@@ -1,4 +1,4 @@
-"""Features of DeepSpeed's engine beside its ZeRO stages: the same step, and counters that count each group once."""
+"""Features of the DeepSpeed engine other than ZeRO stages: exact steps, and batch sizes that count each group once."""
 
 import json
 
@@ -25,7 +25,7 @@ def check(results, groups=GROUPS):
 
 
 FEATURES = {
-    # name: (stage, method, what is added to the config)
+    # name: (stage, method, additions to the config)
     "hpZ": (3, "ring", {"zero_optimization": {"zero_hpz_partition_size": 2}}),
     "flops and clocks": (2, "ulysses", {
         "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False}, "wall_clock_breakdown": True}),
@@ -44,7 +44,7 @@ def test_the_step_is_exact_with(workers, name):
 
 
 def recomputed_by_deepspeed(config):
-    """Its layers are checkpointed by DeepSpeed's function, as its `activation_checkpointing` key configures it."""
+    """One step with layers that are checkpointed by DeepSpeed's function."""
     import deepspeed
 
     model = models.build(LLAMA)
@@ -64,7 +64,7 @@ def test_layers_that_deepspeed_recomputes_are_exact(workers):
 
 
 def without_sync(config, coalesced):
-    """Two micro-batches whose gradients stay local until the last one."""
+    """Two micro-batches whose gradients are reduced after the last one."""
     made = engine.initialize(config, models.build(LLAMA))
     before = engine.full_weights(made.module)
     inputs = [batches.make(spec).inputs for spec in GROUPS[1]]
@@ -82,7 +82,7 @@ def without_sync(config, coalesced):
 
 
 @pytest.mark.parametrize("stage, coalesced", [(0, False), (2, True)])
-def test_gradients_that_wait_for_the_last_micro_batch_equal_a_run_without_the_key(workers, stage, coalesced):
+def test_gradients_reduced_after_the_last_micro_batch_equal_a_run_without_the_key(workers, stage, coalesced):
     def run(world, key):
         return workers(world).run(without_sync, engine.json_config(key, stage), coalesced)
 
@@ -92,7 +92,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_equal_a_run_without_the_ke
             assert (got[name] - update).norm() <= 1e-5 * update.norm().clamp(min=1e-6), name
 
 
-def test_counters_and_sizes_of_an_engine_count_each_group_once(workers):
+def test_batch_sizes_of_an_engine_count_each_group_once(workers):
     def sizes():
         made = engine.initialize(engine.json_config(config_of("ring", 2), 1, 1, 2, 2), models.build(LLAMA))
         timer = made.tput_timer.batch_size

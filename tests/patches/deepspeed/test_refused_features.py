@@ -1,4 +1,4 @@
-"""DeepSpeed features that would train wrong with the key, and batch arithmetic by groups."""
+"""Refused DeepSpeed features, and batch sizes that count groups."""
 
 import os
 
@@ -31,7 +31,7 @@ FEATURES = {
 }
 
 
-def test_the_table_of_refused_features_is_tested_whole():
+def test_every_refused_feature_is_tested():
     from ds_cp.patches.deepspeed import FEATURES as refused
 
     assert {name for name, *_ in refused} == set(FEATURES)
@@ -86,7 +86,7 @@ def test_the_users_batch_size_is_checked_by_groups(workers):
     workers(2).run_expecting_error(start, "2 != 1 \\* 1 \\* 1", wrong)
 
 
-def test_switching_off_while_the_key_is_there_is_said_loudly(workers):
+def test_disabling_ds_cp_while_the_key_is_present_warns(workers):
     def switched_off():
         os.environ["DS_CP_DISABLE"] = "1"
         with pytest.warns(UserWarning, match="DS_CP_DISABLE is set: NO sequence is shared"):

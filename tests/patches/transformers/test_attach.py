@@ -1,4 +1,4 @@
-"""What a forward leaves behind: nothing, neither when it ends nor when the user interrupts it; nor does an attachment that failed."""
+"""State after a forward, after an interrupted forward and after a failed attachment: nothing is left."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ RING = {"size": 2, "method": "ring"}
 
 
 def interrupt(model, inputs):
-    """One forward that ends in its second layer, after random numbers that differ by rank."""
+    """One forward that is interrupted in its second layer, after it has drawn random numbers that differ by rank."""
 
     def stop(*args):
         torch.rand(1 + torch.distributed.get_rank())
@@ -34,7 +34,7 @@ def deeper(frames, call):
 
 
 @pytest.mark.parametrize("frames", [0, 20])
-def test_after_an_interruption_everything_is_as_before(workers, frames):
+def test_an_interrupted_forward_changes_no_later_one(workers, frames):
     def interrupted():
         model = subject.changed_model(LLAMA, RING).train()
         inputs = batches.make(DENSE).inputs
@@ -57,8 +57,8 @@ def test_after_an_interruption_everything_is_as_before(workers, frames):
     assert results[0][2] == results[1][2]
 
 
-@pytest.mark.parametrize("name", ["llama", "paligemma"])  # paligemma makes its mask before its decoder runs
-def test_a_forward_that_is_over_leaves_no_cycle(workers, name):
+@pytest.mark.parametrize("name", ["llama", "paligemma"])  # paligemma creates its mask before the decoder runs
+def test_a_finished_forward_leaves_no_reference_cycle(workers, name):
     def leaves():
         import ds_cp
         from ds_cp.patches.transformers import decoder_stacks

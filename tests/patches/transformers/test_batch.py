@@ -1,4 +1,4 @@
-"""A bad batch, call or layer fails all ranks of a group together, with one sentence."""
+"""Bad batches, calls and layers raise the same error on all ranks of a group."""
 
 import copy
 
@@ -14,7 +14,7 @@ LLAMA = ModelSpec("llama")
 
 
 def call_with(change, config=CP2):
-    """One forward, after `change(inputs, rank, model)`."""
+    """One forward after `change(inputs, rank, model)`."""
     model = subject.changed_model(LLAMA, config).train()
     inputs = dict(batches.make(BatchSpec("dense", 1, 37)).inputs)
     change(inputs, torch.distributed.get_rank(), model)
@@ -78,7 +78,7 @@ def passing(**extra):
 
 
 def masks_made_by(make):
-    """The decoder's masks come from another mask function, as models with images make theirs."""
+    """Replaces the mask function of the decoder, as models with images do."""
 
     def mask_function(inputs, rank, model):
         from transformers import masking_utils
@@ -174,7 +174,7 @@ def logits_of_a_shard_compared(inputs, rank, model):
 BATCHES = [
     (mask_of_a_part, r"attention_mask is a Tensor of shape \(1, 1, 37, 36\): that is not the whole mask of this batch"),
     (integer_mask_of_all_pairs, r"not the whole mask .* or a mask \[1, 1, 37, 37\] of bool or of what is added"),
-    (whole_mask_that_would_train, "a whole mask that asks for a gradient, which ds_cp does not compute"),
+    (whole_mask_that_would_train, "a whole mask that requires grad, and ds_cp computes no gradient for it"),
     (mask_of_another_length, r"attention_mask has shape \(1, 36\) for a batch of 1 x 37 tokens"),
     (want_attentions, "output_attentions"),
     (other_tokens_on_rank_1, "ranks of a context-parallel group got different batches in forward 0"),
@@ -203,7 +203,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("change, message", BATCHES, ids=[message for _, message in BATCHES])
-def test_a_bad_batch_or_layer_fails_all_ranks_together(workers, change, message):
+def test_a_bad_batch_or_layer_raises_on_all_ranks(workers, change, message):
     workers(2).run_expecting_error(call_with, message, change)
 
 
@@ -219,7 +219,7 @@ def test_contents_are_compared_on_every_step_when_asked(workers):
     workers(2).run(second_step_differs, "first_step")
 
 
-def test_an_evaluation_does_not_spend_the_comparison_of_training(workers):
+def test_the_first_training_step_is_compared_after_an_evaluation(workers):
     def trained_after_an_evaluation():
         model = subject.changed_model(LLAMA, CP2).eval()
         inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
@@ -243,7 +243,7 @@ def test_documents_are_compared_on_every_step(workers):
     workers(2).run_expecting_error(packed_in_another_way, "different batches in forward 1")
 
 
-def test_whole_logits_for_an_unknown_loss_have_a_limit(workers):
+def test_whole_logits_without_labels_have_a_size_limit(workers):
     def without_labels():
         from ds_cp.patches.transformers import task_head
 

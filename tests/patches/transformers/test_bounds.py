@@ -1,4 +1,4 @@
-"""Numbers that no table holds: one rank only would look them up, so all ranks of its group refuse them, with one sentence."""
+"""Indices that are out of range for an embedding table. All ranks of a group raise, not only the rank that holds the token."""
 
 import re
 import time
@@ -16,7 +16,7 @@ MIDDLE = (0, 12)
 
 
 def call(model_type, change, overrides, **more):
-    """A training step's forward on a batch of which one number is wrong."""
+    """A forward with labels on a batch in which one index is wrong."""
     import ds_cp
 
     model = families.build(model_type, tiny_config(model_type, **overrides))
@@ -29,7 +29,7 @@ def call(model_type, change, overrides, **more):
 
 
 def with_number(name, place, number, like=0):
-    """`name` is `like` everywhere but for one number."""
+    """Set one element of the argument `name`; a missing argument is created with the value `like`."""
 
     def change(inputs):
         if name not in inputs:
@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("model_type, change, overrides, message", CASES, ids=[f"{c[0]}: {c[3]}" for c in CASES])
-def test_a_number_that_no_table_holds_fails_all_ranks_at_once(workers, model_type, change, overrides, message):
+def test_an_index_out_of_range_raises_on_all_ranks(workers, model_type, change, overrides, message):
     def timed():
         start = time.monotonic()
         try:
@@ -84,7 +84,7 @@ def test_a_number_that_no_table_holds_fails_all_ranks_at_once(workers, model_typ
 
 
 HARMLESS = [
-    ("llama", with_number("labels", (0, 0), 999), {}),  # nobody predicts the first token
+    ("llama", with_number("labels", (0, 0), 999), {}),  # the first token is not predicted
     ("llama", with_number("labels", MIDDLE, -100), {}),
     ("gpt2", nothing, {"n_positions": LENGTH}),
     ("roberta", nothing, {"max_position_embeddings": LENGTH + 1}),
@@ -93,12 +93,12 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("model_type, change, overrides", HARMLESS)
-def test_what_one_process_takes_is_not_refused(workers, model_type, change, overrides):
+def test_indices_that_one_process_accepts_are_accepted(workers, model_type, change, overrides):
     assert torch.isfinite(torch.tensor(workers(2).run(call, model_type, change, overrides))).all()
 
 
-def test_token_types_given_once_are_those_of_every_row(workers):
-    """gpt2 makes rows of as many tokens as it runs on: of a row of 24 it would make two of 12."""
+def test_token_types_of_one_row_apply_to_every_row(workers):
+    """gpt2 reshapes token types to rows of the length that it runs on, so a row of 24 would become two rows of 12."""
 
     def losses():
         import ds_cp

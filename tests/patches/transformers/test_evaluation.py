@@ -1,4 +1,4 @@
-"""Evaluation and prediction under the key: nothing twice, nothing dropped, everything equal to a run without it."""
+"""Evaluation and prediction with the key: losses, predictions and metrics equal those of a run without it."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from harness import engine, models, training
 from harness.models import ModelSpec
 
 LLAMA = ModelSpec("llama")
-RATE = 0.02  # of SGD: a larger one is chaotic with a classifier, and rounding shows
+RATE = 0.02  # learning rate; with a larger one, training of the classifier amplifies rounding errors
 
 
 class Labelled(training.RowSlice):
@@ -53,7 +53,7 @@ def translator():
 
 
 def generated_in_evaluation(folder, ds_config):
-    """What Seq2SeqTrainer's evaluation writes, and its loss, after a step."""
+    """Predictions, labels and metrics of Seq2SeqTrainer after one step."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     engine.activate()
@@ -73,7 +73,7 @@ def generated_in_evaluation(folder, ds_config):
 
 
 def only_evaluated(folder, ds_config, samples):
-    """An engine that never trains: ZeRO-3 without an optimizer."""
+    """Predictions of a model that is not trained: ZeRO-3 without an optimizer."""
     from transformers import Trainer
 
     engine.activate()
@@ -85,7 +85,7 @@ def only_evaluated(folder, ds_config, samples):
 
 
 def everything(folder, ds_config, kind, samples):
-    """Train, evaluate between the steps and train on, predict, generate; all that a user gets back."""
+    """Train with evaluation between the steps, predict and generate; everything that is returned."""
     from transformers import Trainer
 
     engine.activate()
@@ -158,7 +158,7 @@ def assert_same(got, want, where=""):
     "kind, ranks, cp, stage, samples",
     [
         ("causal lm", 2, {"size": 2, "method": "ring"}, 2, 7),
-        ("causal lm", 4, {"size": 2}, 3, 7),  # dp 2: 4 + 3 samples, in batches of 3 the last one is filled up
+        ("causal lm", 4, {"size": 2}, 3, 7),  # dp 2: 4 + 3 samples in batches of 3, the last of which is padded
         ("classifier", 4, {"size": 2, "method": "ring"}, 2, 10),
         ("classifier", 2, {"size": 2}, 3, 7),
     ],
@@ -184,7 +184,7 @@ def test_evaluation_generates_what_it_generates_without_the_key(workers, tmp_pat
         assert_same(got, want)
 
 
-def test_a_model_that_is_never_trained_is_evaluated_sharded(workers, tmp_path):
+def test_a_model_that_is_only_evaluated_is_sharded(workers, tmp_path):
     predictions, loss, _ = workers(1).run(only_evaluated, tmp_path, config_of(None, 3), 5)[0]
     for got, got_loss, regions in workers(2).run(
         only_evaluated, tmp_path, config_of({"size": 2, "method": "ring"}, 3), 5

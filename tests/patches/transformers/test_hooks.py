@@ -1,4 +1,4 @@
-"""Hooks, penalties and precision of the user's own around what ds_cp computes in tiles."""
+"""Hooks, gradient penalties and autocast around modules that ds_cp runs in chunks."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def penalised(config):
     torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
 
 
-def test_gradients_of_the_gradient_are_refused(workers):
+def test_double_backward_is_refused(workers):
     workers(2).run_expecting_error(penalised, "tiled_loss", config_of("ulysses", 2))
 
 

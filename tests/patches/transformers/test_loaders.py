@@ -1,4 +1,4 @@
-"""Data loaders, samplers and losses of the Trainer under the key: steps, losses and weights equal a run without it."""
+"""Data loaders, samplers and losses of the Trainer: steps, losses and weights equal those of a run without the key."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ RING, ULYSSES = {"size": 2, "method": "ring"}, {"size": 2, "method": "ulysses"}
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows that come one after the other, without a length."""
+    """An iterable data set without a length."""
 
     def __init__(self, rows):
         self.rows = RowSlice(rows)
@@ -20,14 +20,14 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Dicts(RowSlice):
-    """Rows as samplers by length and flattening collators want them."""
+    """Rows as dicts of lists, which samplers by length and flattening collators require."""
 
     def __getitem__(self, index):
         return {"input_ids": super().__getitem__(index).tolist()}
 
 
 def pad_to_24(rows):
-    """What is dispatched is concatenated, so all batches have one length."""
+    """Dispatched batches are concatenated, so they need one length."""
     return pad_right([torch.nn.functional.pad(row, (0, 24 - len(row))) for row in rows])
 
 
@@ -48,7 +48,7 @@ def short_of_memory(rows):
 
 
 def mean_of_rows(outputs, labels, num_items_in_batch=None):
-    """A loss of the user's own: from the logits of the whole sequence."""
+    """A custom loss function of the logits of the whole sequence."""
     logits = outputs["logits"][:, :-1].float()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     return 0.5 * losses / num_items_in_batch
@@ -98,8 +98,8 @@ def test_training_equals_a_run_without_the_key(workers, tmp_path, name):
         assert got["flos"] == want["flos"]
 
 
-def test_a_stream_goes_on_where_its_checkpoint_stopped(workers, tmp_path):
-    """Batches that were trained on are skipped by the dispatching loader of the resumed run as well."""
+def test_a_stream_resumes_from_its_checkpoint(workers, tmp_path):
+    """The dispatching loader of the resumed run skips the batches that were trained on."""
 
     def interrupted(key):
         ds_config = json_for(key, 2)
@@ -119,14 +119,14 @@ ALPHA = 5.0
 
 
 def embedding_noise(folder):
-    """Of one step: this rank's noise, and how many tokens and dims the whole sequence has."""
+    """The noise of this rank in one step, and the length and hidden size of the whole sequence."""
     from transformers import Trainer, TrainerCallback
 
     engine.activate()
     model, seen = models.build(LLAMA), {}
 
     class Watch(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):  # by now Trainer has put its noise on the embedding
+        def on_step_begin(self, *args, **kwargs):  # Trainer has registered its noise on the embedding before
             table = model.get_input_embeddings()
             table.register_forward_hook(lambda _, args, out: seen.update(noise=out - table.weight[args[0]]))
 
@@ -142,7 +142,7 @@ def pad_to_96(rows):
     return pad_right([torch.nn.functional.pad(row, (0, 96 - len(row)), value=1) for row in rows])
 
 
-def test_neftune_draws_for_each_token_what_the_whole_sequence_asks_for(workers, tmp_path):
+def test_neftune_noise_is_scaled_by_the_length_of_the_whole_sequence(workers, tmp_path):
     noises = workers(2).run(embedding_noise, tmp_path)
     for noise, length, hidden in noises:
         bound = ALPHA / (length * hidden) ** 0.5

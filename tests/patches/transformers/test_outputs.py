@@ -1,4 +1,4 @@
-"""What a model returns has in each place what one process returns there, as a dict and as a tuple."""
+"""Outputs of a model have the fields and types of those of one process, as a dict and as a tuple."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ ASKED = {
 
 
 def kinds(output):
-    """(key or index, type) of everything that was returned."""
+    """(key or index, type) of each returned value."""
     items = output.items() if hasattr(output, "items") else enumerate(output)
     return [(key, STANDS_FOR.get(type(value).__name__, type(value).__name__)) for key, value in items]
 
@@ -56,11 +56,11 @@ def differences(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "bart"])
-def test_each_place_holds_what_one_process_returns_there(workers, model_type):
+def test_outputs_have_the_fields_and_types_of_one_process(workers, model_type):
     assert workers(2).run(differences, model_type) == [[], []]
 
 
-def test_a_decoder_by_itself_returns_the_same_places(workers):
+def test_outputs_of_a_bare_decoder_have_the_fields_and_types_of_one_process(workers):
     def of_decoder():
         model, shared, inputs = attached("llama")
         ids = inputs["input_ids"]
@@ -74,7 +74,7 @@ def test_a_decoder_by_itself_returns_the_same_places(workers):
         assert one == two
 
 
-def test_the_cache_of_a_shared_forward_says_why_there_is_none(workers):
+def test_using_the_cache_of_a_shared_forward_raises_with_the_reason(workers):
     def used(decode):
         _, shared, inputs = attached("llama")
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Generation: a long prompt is read on shared tokens, decoding runs whole; tokens and scores are those of one process."""
+"""Generation: a long prompt is sharded, decoding is not; tokens and scores equal those of one process."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ MODELS = {
     "gemma3_text": ModelSpec("gemma3_text"),
     "gpt_oss": ModelSpec("gpt_oss"),
     "deepseek_v3": ModelSpec("deepseek_v3"),
-    "dory": ModelSpec("dory"),  # layers that run in loops, with more entries in the cache than layers
+    "dory": ModelSpec("dory"),  # looped layers, so that the cache has more entries than layers
     "bloom": ModelSpec("bloom", kv_heads=8),
     "rwkv": ModelSpec("rwkv"),
 }
-RUN_WHOLE = {"bloom", "rwkv"}  # attention of its own that keeps its keys; a state that is no cache
+RUN_WHOLE = {"bloom", "rwkv"}  # bloom has its own attention with a cache, rwkv a state
 WAYS = {
     "ring": {"size": 2, "method": "ring"},
     "ulysses": {"size": 2, "method": "ulysses"},
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def generated(name, config, kind):
-    """Tokens and scores of a greedy generation, and how many regions it opened."""
+    """Tokens and scores of greedy generation, and the number of regions that it opened."""
     model = models.build(MODELS[name], torch.float64, attention=None if config else "eager").eval()
     if config:
         import ds_cp
@@ -69,8 +69,8 @@ def test_tokens_and_scores_equal_those_of_one_process(workers, name, way, kind):
         assert (got_scores - scores).abs().max() < 1e-9 * scores.abs().max()
 
 
-def test_a_short_prompt_is_one_ranks_affair(workers):
-    """Rank 0 may generate by itself, as training scripts do for their samples."""
+def test_one_rank_may_generate_alone_from_a_short_prompt(workers):
+    """Training scripts often generate samples on rank 0 only."""
 
     def by_rank_0():
         model = subject.changed_model(MODELS["llama"], WAYS["ring"]).eval()
@@ -82,7 +82,7 @@ def test_a_short_prompt_is_one_ranks_affair(workers):
     assert workers(2).run(by_rank_0) == [15, 15]
 
 
-def test_a_cache_on_one_rank_only_fails_all_in_training(workers):
+def test_a_cache_on_one_rank_only_raises_on_all_ranks_in_training(workers):
     def one_with_cache():
         model = subject.changed_model(MODELS["llama"], WAYS["ring"]).train()
         inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
@@ -105,7 +105,7 @@ def cache_of_a_bare_decoder(config):
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def test_a_bare_decoder_that_is_given_no_cache_returns_a_whole_one(workers):
+def test_a_bare_decoder_without_a_given_cache_returns_a_whole_one(workers):
     whole = cache_of_a_bare_decoder(None)
     for got in workers(2).run(cache_of_a_bare_decoder, WAYS["ring"]):
         torch.testing.assert_close(got, whole, atol=1e-12, rtol=0)

@@ -1,4 +1,4 @@
-"""A model that would train wrong is refused by name at start, before anything is changed."""
+"""Models that would train wrong are refused when they are attached, before anything is changed."""
 
 import functools
 import warnings
@@ -114,7 +114,7 @@ def test_a_model_without_a_transformers_model_inside_is_refused(workers):
     workers(2).run_expecting_error(plain, "shares the sequences of transformers models, but Sequential holds none")
 
 
-def test_a_second_model_beside_the_first_is_pointed_out(workers):
+def test_a_second_model_warns(workers):
     def distilled():
         import ds_cp
 
@@ -123,7 +123,7 @@ def test_a_second_model_beside_the_first_is_pointed_out(workers):
         ) as told:
             ds_cp.context_parallel(torch.nn.ModuleList([models.build(LLAMA), models.build(LLAMA)]), CP2)
         assert sum("several models" in str(each.message) for each in told) == 1
-        assert "LlamaForCausalLM runs on whole rows" in str(told[0].message)  # without the decoder inside of it
+        assert "LlamaForCausalLM runs on whole rows" in str(told[0].message)  # not the decoder inside of it
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ds_cp.context_parallel(torch.nn.ModuleList([models.build(LLAMA)]), CP2)
@@ -142,7 +142,7 @@ def test_a_copy_of_an_attached_model_is_refused(workers):
     workers(2).run_expecting_error(copied, "is a copy of a model that is attached")
 
 
-def test_adapters_that_count_tokens_are_refused(workers):
+def test_activated_lora_is_refused(workers):
     def activated():
         from peft import LoraConfig, get_peft_model
 
@@ -165,7 +165,7 @@ def test_a_second_key_for_the_same_model_is_refused(workers):
     workers(2).run_expecting_error(twice, "is attached already with another")
 
 
-def test_a_layer_that_cannot_know_its_sequence_when_it_is_recomputed_is_refused(workers):
+def test_a_layer_that_is_recomputed_without_its_region_is_refused(workers):
     def recomputed():
         import ds_cp
         from harness import families
@@ -180,7 +180,7 @@ def test_a_layer_that_cannot_know_its_sequence_when_it_is_recomputed_is_refused(
     workers(2).run_expecting_error(recomputed, "Attention is recomputed in the backward pass")
 
 
-def test_rows_in_which_a_model_would_choose_keys_by_their_bias_are_refused(workers):
+def test_rows_longer_than_doges_keep_window_size_are_refused(workers):
     def long_rows():
         import ds_cp
         from ds_cp.cli.shrink import tiny_config

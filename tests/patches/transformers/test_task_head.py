@@ -1,4 +1,4 @@
-"""Heads and calls around the shared part: whole logits where they are promised, copies, a loss of the user's own."""
+"""Task heads: whole logits in evaluation, local ones in training, copies of a model, custom heads."""
 
 import copy
 
@@ -62,7 +62,7 @@ def test_a_copy_of_an_attached_model_runs_on_its_own_weights(workers, type_):
 
 
 class WithPenalty(LlamaForCausalLM):
-    """A head of the user's own, which looks at the logits as well."""
+    """A custom head whose loss also uses the logits."""
 
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
@@ -83,7 +83,7 @@ def penalised(shared):
     return loss.item(), oracle.gradients_of(model)
 
 
-def test_a_head_of_the_users_own_gets_whole_hidden_states(workers):
+def test_a_custom_head_gets_whole_hidden_states(workers):
     loss, gradients = workers(1).run(penalised, False)[0]
     ranks = workers(2).run(penalised, True)
     for got, _ in ranks:

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer under the key: losses, weights, tokens, steps and resuming equal a run without it."""
+"""Hugging Face Trainer with the key: losses, weights, token counts, steps and resuming equal those of a run without it."""
 
 import json
 import tempfile
@@ -34,7 +34,7 @@ _plain = {}
 
 
 def plain(workers, folder, ranks, **more):
-    """The run without the key: one process, or data parallelism over `ranks`; kept, for many cases share it."""
+    """The run without the key on `ranks` data-parallel ranks, cached because several cases use it."""
     name = json.dumps([ranks, more], default=str)
     if name not in _plain:
         _plain[name] = workers(ranks).run(trained, folder, json_for(None, 1), **more)[0]

@@ -1,4 +1,4 @@
-"""Losses that ds_cp knows keep hidden states local: label smoothing, TRL's fused head, Liger; any other gets them whole."""
+"""TRL's fused head runs on local hidden states."""
 
 import pytest
 import torch
@@ -15,13 +15,11 @@ PADDED = BatchSpec("left_pad", 3, 37)
 PACKED = BatchSpec("packed", 1, 53)
 
 
-# ---- TRL's fused head --------------------------------------------------------------------------------------
-
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "loss")
 
 
 def of_outputs(output, weigh):
-    """A loss as preference and policy trainers make them: of sums per row, their ratios, and the entropy."""
+    """A loss like those of preference and policy trainers: of log-probabilities of rows, and the entropy."""
     rows = output.log_probs.sum(1)
     return -F.logsigmoid(rows * weigh).sum() + 0.1 * (output.entropy * output.label_mask).mean() + output.loss
 
@@ -70,7 +68,7 @@ TRL_CASES = [
 
 
 @pytest.mark.parametrize("case", TRL_CASES, ids=lambda case: f"{case[0].type} {case[1]['method']} {case[3]} {case[4]}")
-def test_trls_fused_head_scores_local_tokens_and_returns_whole_rows(workers, case):
+def test_trls_fused_head_runs_on_local_tokens_and_returns_whole_rows(workers, case):
     spec, config, batch, settings, shifted = case
     fields, gradients, _ = workers(1).run(scored, spec, None, batch, settings, shifted)[0]
     results = workers(2).run(scored, *case)
@@ -97,7 +95,7 @@ def test_trls_fused_head_under_an_engine(workers, stage):
         oracle.assert_close_gradients(got, want, 2e-5)
 
 
-def test_a_model_with_trls_head_still_has_its_own_loss_and_logits(workers):
+def test_a_model_with_trls_head_keeps_its_own_loss_and_logits(workers):
     def both():
         import ds_cp
 

@@ -1,4 +1,4 @@
-"""TRL's trainers under the key: what they log, and the weights, equal a run without it on as many ranks as groups."""
+"""TRL's trainers with the key: logs and weights equal those of a run without it on one rank per group."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def tokenizer():
 
 
 def model_for(trainer, folder):
-    """Loaded from a folder: TRL loads the reference model from there once more."""
+    """A model loaded from a folder, from which TRL also loads the reference model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if trainer != "RewardTrainer":
@@ -44,7 +44,7 @@ def model_for(trainer, folder):
 
 
 def trained(folder, ds_config, kind):
-    """What was logged, but for times; and the weights."""
+    """The logs without times, and the weights."""
     import trl
     from datasets import load_from_disk
 
@@ -77,7 +77,7 @@ def trained(folder, ds_config, kind):
 
 
 def marked(case):
-    slow = case[0] in ("sft packed wrapped", "sft dft", "dpo ipo", "kto", "rloo")  # siblings of a faster case
+    slow = case[0] in ("sft packed wrapped", "sft dft", "dpo ipo", "kto", "rloo")  # similar to a faster case
     return pytest.param(*case, id=case[0], marks=[pytest.mark.slow] if slow else [])
 
 
@@ -101,13 +101,13 @@ def test_logs_and_weights_equal_a_run_without_the_key(workers, tmp_path, kind, r
             assert set(got) == set(want)
             for name, value in want.items():
                 if name.endswith("rewards/accuracies") and abs(want[name.replace("accuracies", "margins")]) < 1e-5:
-                    continue  # the policy is still the reference: rounding decides which answer is better
+                    continue  # policy and reference are equal, so the sign of the margin is a rounding error
                 assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
         for name, weight in weights.items():
             assert (got_weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
-def test_a_server_that_would_mix_the_prompts_of_groups_is_refused(workers, tmp_path):
+def test_vllm_server_mode_is_refused(workers, tmp_path):
     def configured():
         from trl import GRPOConfig
 

@@ -1,4 +1,4 @@
-"""The loss in tiles of tokens: as exact as the loss of whole logits, and nobody ever holds [L, vocab]."""
+"""The chunked loss of whole models: exact, and no tensor [tokens, vocabulary] is allocated."""
 
 import copy
 
@@ -26,7 +26,7 @@ RING = {"size": 2, "method": "ring"}
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor over the vocabulary that any operation made."""
+    """The number of elements of the largest tensor over the vocabulary that any operation returns."""
 
     elements = 0
 
@@ -39,7 +39,7 @@ class Largest(TorchDispatchMode):
 
 
 def measured(spec, config, batch, dtype=torch.float32, compiled=False, prepare=None):
-    """(loss, gradients) as the harness has it, with small tiles, and the largest tensor made."""
+    """(loss, gradients) with small chunks, and the size of the largest tensor over the vocabulary."""
     model = subject.changed_model(spec, config, dtype).train()
     if prepare:
         prepare(model)
@@ -57,7 +57,7 @@ LONG = BatchSpec("packed", 3, 150)  # [L, vocab] is larger than any activation o
 
 @pytest.mark.parametrize("switch", ["auto", False])
 @pytest.mark.parametrize("name", TYPES)
-def test_a_model_is_exact_and_its_logits_exist_only_without_tiles(workers, name, switch):
+def test_a_model_is_exact_and_allocates_its_logits_only_without_chunks(workers, name, switch):
     spec = TYPES[name]
     results = workers(2).run(measured, spec, RING | {"tiled_loss": switch}, LONG, torch.float64)
     subject.check([result for result, _ in results], truth(spec, LONG), torch.float64)
@@ -66,7 +66,7 @@ def test_a_model_is_exact_and_its_logits_exist_only_without_tiles(workers, name,
 
 
 EXTRAS = [
-    BatchSpec("dense", 2, 37, "first_eighth"),  # one rank has nothing but ignored labels
+    BatchSpec("dense", 2, 37, "first_eighth"),  # one rank has ignored labels only
     BatchSpec("dense", 1, 37, "none"),
     BatchSpec("left_pad", 3, 37, extras=("num_items_in_batch",)),
     BatchSpec("packed", 1, 53, extras=("shift_labels", "num_items_in_batch as a tensor")),
@@ -74,7 +74,7 @@ EXTRAS = [
 
 
 @pytest.mark.parametrize("batch", EXTRAS, ids=str)
-def test_any_labels_are_exact(workers, batch):
+def test_labels_of_every_kind_are_exact(workers, batch):
     results = workers(2).run(measured, TYPES["llama"], RING, batch)
     subject.check([result for result, _ in results], truth(TYPES["llama"], batch))
 
@@ -90,7 +90,7 @@ def freeze_head(model):
     model.lm_head.weight.requires_grad_(False)
 
 
-def test_a_frozen_head_still_teaches_the_layers(workers):
+def test_with_a_frozen_head_the_layers_have_exact_gradients(workers):
     results = workers(2).run(measured, TYPES["llama"], RING, LONG, prepare=freeze_head)
     want = truth(TYPES["llama"], LONG)
     for (_, gradients), _ in results:
@@ -124,8 +124,8 @@ def steps_under_an_engine(spec, config, groups):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "tied"])
-def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers, name, stage):
-    """The two data-parallel groups have sequences of other lengths, so their ranks run other numbers of tiles."""
+def test_every_zero_stage_is_exact_with_different_numbers_of_chunks_per_rank(workers, name, stage):
+    """The two data-parallel groups have sequences of different lengths, so their ranks run different numbers of chunks."""
     spec, groups = TYPES[name], [[BatchSpec("packed", 1, 23), BatchSpec("dense", 1, 37)],
                                  [BatchSpec("dense", 1, 150, "middle"), BatchSpec("packed", 1, 53)]]  # fmt: skip
     config = engine.json_config(RING, stage, 1, 2, 2)
@@ -159,14 +159,14 @@ def evaluated_beyond_the_limit():
     return loss, "limited", elements
 
 
-def test_evaluation_of_a_loss_alone_holds_no_logits(workers):
+def test_evaluation_of_the_loss_only_allocates_no_logits(workers):
     for loss, logits, elements in workers(2).run(evaluated_beyond_the_limit):
         oracle.assert_close_loss(loss, truth(TYPES["llama"], LONG).loss, 1e-6)
         assert logits == "limited" and elements < 3 * 75 * VOCAB
 
 
 def evaluated_by_zero_3(specs, config, limit):
-    """(loss, type of the logits, and those that are whole) of this group's batch."""
+    """Loss of this group's batch, type of its logits, and the logits if they are whole."""
     from ds_cp.patches.transformers import task_head
 
     task_head.LOGITS_LIMIT = limit
@@ -178,7 +178,7 @@ def evaluated_by_zero_3(specs, config, limit):
     return output.loss.item(), kind, output.logits if kind == "Tensor" else None
 
 
-def test_groups_below_and_above_the_limit_gather_weights_alike(workers):
+def test_groups_below_and_above_the_logits_limit_gather_the_same_weights(workers):
     specs = [BatchSpec("dense", 1, 37), BatchSpec("packed", 1, 53)]
     config = engine.json_config(RING, 3, 1, 1, 2)
     results = workers(4).run(evaluated_by_zero_3, specs, config, 40 * VOCAB * 4)
@@ -193,7 +193,7 @@ def test_groups_below_and_above_the_limit_gather_weights_alike(workers):
 # ---- heads that PEFT changed, and autocast -----------------------------------------------------------------
 
 ADAPTED = {
-    "an adapter on the head": dict(target_modules=["q_proj", "lm_head"]),  # its logits are computed at once
+    "an adapter on the head": dict(target_modules=["q_proj", "lm_head"]),  # its logits are computed immediately
     "a head trained whole beside adapters": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
 }
 

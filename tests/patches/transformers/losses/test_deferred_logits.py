@@ -1,4 +1,4 @@
-"""Deferred logits: which operations are noted, and which compute them."""
+"""Deferred logits: which operations are recorded, and which compute the logits."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 
 
 class Head(torch.nn.Linear):
-    """Counts what it is asked to do."""
+    """A projection that counts its calls."""
 
     asked = 0
 
@@ -76,7 +76,7 @@ def test_any_other_use_computes_the_logits(name):
     assert head.asked == 1
 
 
-def test_logits_of_weights_that_changed_meanwhile_are_refused():
+def test_logits_computed_after_a_change_of_the_weights_raise():
     head = Head(6, 11)
     logits = DeferredLogits.of(head, torch.randn(1, 4, 6))
     with torch.no_grad():
@@ -85,10 +85,10 @@ def test_logits_of_weights_that_changed_meanwhile_are_refused():
         logits.exp()
 
 
-def test_logits_changed_in_place_are_what_the_loss_sees():
+def test_the_loss_uses_logits_that_were_changed_in_place():
     head, hidden, logits = deferred()
     targets = torch.randint(0, 9, (2, 7))
-    logits[..., 9:] = torch.finfo(torch.float32).min  # chameleon hides its image tokens so
+    logits[..., 9:] = torch.finfo(torch.float32).min  # chameleon masks its image tokens like this
     want = F.linear(hidden, head.weight, head.bias)[..., :9]
     torch.testing.assert_close(
         logits.cross_entropy(targets, -100), F.cross_entropy(want.flatten(0, 1), targets.flatten(), reduction="sum")

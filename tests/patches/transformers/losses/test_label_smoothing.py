@@ -1,4 +1,4 @@
-"""The Trainer's label smoothing takes local logits; a loss function of the user's own gets whole ones."""
+"""Trainer's label smoothing runs on local logits. A custom loss function gets whole logits."""
 
 import pytest
 import torch.nn.functional as F
@@ -11,11 +11,8 @@ LLAMA = ModelSpec("llama")
 RING = {"size": 2, "method": "ring"}
 
 
-# ---- Trainer: label smoothing and a loss function of the user's own ----------------------------------------
-
-
 def squared(outputs, labels, num_items_in_batch=None):
-    """A loss that nobody knows: it also looks at all logits of a row together."""
+    """A custom loss that depends on all logits of a row."""
     logits = outputs["logits"].float()
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -53,7 +50,7 @@ def trained(folder, ds_config, name):
 
 
 @pytest.mark.parametrize("name, stage", zip(LOSSES, (3, 2, 3)))
-def test_losses_outside_of_the_model_train_and_evaluate_as_without_the_key(workers, tmp_path, name, stage):
+def test_losses_outside_of_the_model_equal_a_run_without_the_key(workers, tmp_path, name, stage):
     want = workers(1).run(trained, tmp_path, json_for(None, 1), name)[0]
     for losses, evaluated, weights, sent in workers(2, timeout=110).run(trained, tmp_path, json_for(RING, stage), name):
         assert losses == pytest.approx(want[0], rel=2e-5)

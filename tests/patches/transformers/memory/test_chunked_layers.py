@@ -1,4 +1,4 @@
-"""Layers in tiles of tokens with K and V in host memory: exact for every method and mask, and the device holds blocks."""
+"""Layers in chunks of tokens with K and V in host memory: exact for every method and mask, with bounded memory."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ FACTORS = {
     "dtype": [torch.float32, torch.float64],
 }
 CONSTRAINTS = [
-    # the gradient of gpt_oss's router bias cancels: fp32 leaves 1e-5 of it without tiles, too
+    # terms of the gradient of gpt_oss's router bias cancel, which leaves an error of 1e-5 in fp32 without chunks as well
     (("type", "dtype"), lambda type, dtype: type != "gpt_oss" or dtype == torch.float64),
 ]
 CASES = covering(FACTORS, CONSTRAINTS)
@@ -40,7 +40,7 @@ CASES = covering(FACTORS, CONSTRAINTS)
 
 @contextmanager
 def double_inside_of_tiles(dtype):
-    """A mode of torch functions does not reach into an autograd function, where the layers run."""
+    """The layers run inside an autograd function, where a mode of torch functions set outside is inactive."""
     from ds_cp.chunked import layer as chunked_layer
 
     autocast_of = chunked_layer.autocast_of
@@ -67,7 +67,7 @@ def in_tiles(*args, dtype, **kwargs):
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_tiles_are_exact(workers, case):
+def test_chunked_layers_are_exact(workers, case):
     (method, size), dtype = case["way"], case["dtype"]
     spec = ModelSpec(case["type"], kv_heads=8 if case["type"] in TYPES_WITHOUT_KV_HEADS else 2)
     batch = BatchSpec(case["kind"], *case["shape"], extras=case["extras"])
@@ -78,7 +78,7 @@ def test_tiles_are_exact(workers, case):
 
 
 def on_a_host_of_its_own():
-    """Rows and saved tensors that wait in host memory wait in numpy's, which the probe does not see."""
+    """Host memory as numpy arrays, which the probe of torch storages does not count."""
     from ds_cp.attention import host_kv
     from ds_cp.patches.transformers.memory import offload_activations
 
@@ -106,8 +106,8 @@ def with_a_host(*arguments):
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_a_token_costs_its_hidden_states(workers, method):
-    """What lives of a token at the peak: a layer's input and output, or their gradients, and the row's ids and angles."""
+def test_the_peak_per_token_is_five_hidden_states(workers, method):
+    """At the peak, a token holds the input and output of a layer or their gradients, ids and rotary angles."""
     config = config_of(method, 2) | {"offload_activations": True}
     hidden = 4 * ModelSpec("llama").heads * HEAD_DIM
     whole, tiled = (
@@ -118,8 +118,8 @@ def test_a_token_costs_its_hidden_states(workers, method):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers, stage):
-    """The two data-parallel groups have sequences of other lengths, so their ranks run other numbers of tiles."""
+def test_every_zero_stage_is_exact_with_different_numbers_of_chunks_per_rank(workers, stage):
+    """The two data-parallel groups have sequences of different lengths, so their ranks run different numbers of chunks."""
     spec, groups = ModelSpec("llama"), [[BatchSpec("packed", 1, 23), BatchSpec("dense", 1, 37)],
                                         [BatchSpec("dense", 1, 150, "middle"), BatchSpec("packed", 1, 53)]]  # fmt: skip
     config = engine.json_config(config_of("ring", 2) | {"offload_kv": 16}, stage, 1, 2, 2)
@@ -131,7 +131,7 @@ def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers,
 @pytest.mark.parametrize("name, checkpointing, dtype", [("qwen3_next", None, torch.float64),
                                                         ("nemotron_h", "non-reentrant", torch.float32),
                                                         ("beam", None, torch.float64)])  # fmt: skip
-def test_layers_beside_and_what_layers_get_beside_run_as_ever(workers, name, checkpointing, dtype):
+def test_layers_that_are_not_chunked_and_further_arguments_of_layers_are_exact(workers, name, checkpointing, dtype):
     spec, batch = ModelSpec(name), BatchSpec("packed", 3, 53)
     results = workers(2).run(in_tiles, spec, RING, [batch], dtype=dtype, checkpointing=checkpointing)
     subject.check(results, truth(spec, batch), dtype)
@@ -144,7 +144,7 @@ def test_two_forwards_before_one_backward(workers):
     subject.check(results, truth(spec, *batch_specs))
 
 
-def test_the_loss_may_go_back_twice(workers):
+def test_backward_with_retain_graph_may_run_twice(workers):
     def twice():
         model = subject.changed_model(ModelSpec("llama"), RING).train()
         loss = model(**batches.make(BATCH).inputs).loss
@@ -165,7 +165,7 @@ def test_evaluation(workers):
 
 
 @pytest.mark.parametrize("targets", [["k_proj"], ["v_proj", "down_proj"], ["q_proj", "o_proj"]])
-def test_adapters_learn_where_nothing_before_them_does(workers, targets):
+def test_adapters_on_frozen_layers_have_exact_gradients(workers, targets):
     peft = pytest.importorskip("peft")
 
     def adapted(config):
@@ -184,7 +184,7 @@ def test_adapters_learn_where_nothing_before_them_does(workers, targets):
     subject.check(workers(2).run(adapted, RING), oracle.Truth(loss, gradients, []))
 
 
-def test_bytes_that_travel_are_those_of_the_ring(workers):
+def test_chunked_layers_send_as_many_bytes_as_the_ring(workers):
     def sent(config):
         import ds_cp
 
@@ -213,7 +213,7 @@ def test_a_long_prompt_fills_the_cache(workers):
 
 
 def in_bf16(extra, autocast, checkpointed=False):
-    """bf16 products of fp32 weights, or all in bf16; with a checkpoint of the user's own around each layer or without."""
+    """Gradients under autocast of fp32 weights or with bf16 weights, and with or without a custom checkpoint around each layer."""
     dtype = torch.float32 if autocast else torch.bfloat16
     model = subject.changed_model(ModelSpec("llama"), config_of("ring", 2) | extra, dtype).train()
     for layer in model.model.layers if checkpointed else ():
@@ -230,7 +230,7 @@ def distance(gradients, want):
 
 
 @pytest.mark.parametrize("autocast, checkpointed", [(True, False), (False, True)])
-def test_low_precision_holds_in_the_backward_pass_and_in_a_checkpoint_of_the_users(workers, autocast, checkpointed):
+def test_low_precision_is_exact_under_autocast_and_a_custom_checkpoint(workers, autocast, checkpointed):
     exact = truth(ModelSpec("llama"), BATCH).gradients
     plain, tiled = (
         oracle.mean_over_ranks(workers(2).run(in_bf16, *way))
@@ -241,7 +241,7 @@ def test_low_precision_holds_in_the_backward_pass_and_in_a_checkpoint_of_the_use
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_attention_is_computed_once_unless_asked(workers, again):
+def test_attention_is_computed_once_unless_recompute_attention_is_set(workers, again):
     def forwards():
         from ds_cp.attention.kernels.torch_flash import TorchKernel
 
@@ -257,7 +257,7 @@ def test_attention_is_computed_once_unless_asked(workers, again):
         assert first and both == first * (2 if again else 1)
 
 
-def test_mlps_of_layers_that_do_not_run_in_tiles_may(workers):
+def test_mlps_of_layers_that_are_not_chunked_are_chunked(workers):
     def tiled():
         from ds_cp.patches.transformers.memory import chunked_mlp
 
@@ -278,8 +278,8 @@ def bidirectional_blocks(length):
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_scores_by_position_know_where_a_tile_is(workers, method):
-    """A mask given whole, and dropout of attention, which draws by global positions: as without tiles."""
+def test_dense_masks_and_dropout_are_independent_of_chunks(workers, method):
+    """A dense mask, and dropout that draws by global positions."""
 
     def dropped(config):
         spec = ModelSpec("llama", overrides=(("attention_dropout", 0.3),))

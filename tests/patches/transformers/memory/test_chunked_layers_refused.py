@@ -1,4 +1,4 @@
-"""What layers in tiles refuse, and what they leave when they go."""
+"""Chunked layers: models and uses that are refused, and how the layers are restored."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_tiles_cannot_do_is_refused(workers, why):
+def test_models_that_cannot_be_chunked_are_refused(workers, why):
     spec, asked, words = REFUSED[why]
 
     def forward():
@@ -40,7 +40,7 @@ def test_a_hook_on_a_parameter_is_refused(workers):
         model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient)
         model(**batches.make(BATCH).inputs).loss.backward()
 
-    workers(2).run_expecting_error(forward, "would see the gradient of each tile")
+    workers(2).run_expecting_error(forward, "would see the gradient of each chunk")
 
 
 def test_weights_that_change_before_the_backward_pass_are_refused(workers):
@@ -54,7 +54,7 @@ def test_weights_that_change_before_the_backward_pass_are_refused(workers):
     workers(2).run_expecting_error(step, "was changed in place")
 
 
-def test_it_goes_without_a_trace(workers):
+def test_restore_unbinds_every_layer(workers):
     def detached():
         from ds_cp import patches
 

@@ -1,4 +1,4 @@
-"""MLPs in tiles of tokens: as exact as whole ones under every ZeRO stage, whatever the numbers of tiles."""
+"""MLPs in chunks of tokens: exact under every ZeRO stage, for any number of chunks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from harness.batches import BatchSpec
 from harness.models import ModelSpec
 from harness.oracle import truth
 
-MLP = 96  # the intermediate size of the harness's models
+MLP = 96  # intermediate size of the harness's models
 RING = {"size": 2, "method": "ring", "tiled_mlp": True}
 LONG = BatchSpec("packed", 3, 150)
 
@@ -21,7 +21,7 @@ def with_small_tiles(tokens=7, dtype=torch.float32):
 
 
 class Intermediate(TorchDispatchMode):
-    """The most tokens whose intermediate activation any operation made."""
+    """The largest number of tokens whose intermediate activation any operation returns."""
 
     tokens = 0
 
@@ -49,26 +49,26 @@ CASES = [
     (ModelSpec("gemma2"), "non-reentrant", torch.float32, False),
     (ModelSpec("phi"), None, torch.float32, False),
     (ModelSpec("phi3", kv_heads=4), None, torch.float32, False),
-    (ModelSpec("moshi"), None, torch.float64, False),  # its MLP takes three dims apart
+    (ModelSpec("moshi"), None, torch.float64, False),  # its MLP requires three dims
     (ModelSpec("llama"), None, torch.float32, True),
 ]
 
 
 @pytest.mark.parametrize("spec, checkpointing, dtype, compiled", CASES)
-def test_a_tiled_model_is_exact_and_holds_few_rows(workers, spec, checkpointing, dtype, compiled):
+def test_a_model_with_chunked_mlps_is_exact_and_allocates_few_rows(workers, spec, checkpointing, dtype, compiled):
     results = workers(2).run(measured, spec, RING, LONG, checkpointing, dtype, compiled)
     subject.check([result for result, _ in results], truth(spec, LONG), dtype)
-    # 64 x 96 weights pass the probe as 64 rows, 2 * 96 of phi3's joined projection as 128
+    # the probe also counts weights: 64 x 96 as 64 rows, the joined projection of phi3 as 128
     assert all(tokens <= 2 * 64 for _, tokens in results), results[0][1]
 
 
 @pytest.mark.parametrize("switch", ["auto", False])
-def test_few_tokens_are_not_tiled_unless_asked_for(workers, switch):
+def test_few_tokens_are_not_chunked_by_default(workers, switch):
     results = workers(2).run(measured, ModelSpec("llama"), RING | {"tiled_mlp": switch}, LONG)
     assert all(tokens == 3 * 75 for _, tokens in results)
 
 
-def test_auto_tiles_where_the_activation_is_large(workers):
+def test_auto_chunks_mlps_with_large_activations(workers):
     def large():
         from ds_cp.patches.transformers.memory import chunked_mlp
 
@@ -86,8 +86,8 @@ def stepped(spec, config, groups, checkpointing):
 
 
 @pytest.mark.parametrize("stage, checkpointing", [(0, None), (2, "reentrant"), (3, None), (3, "non-reentrant")])
-def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers, stage, checkpointing):
-    """The two data-parallel groups have sequences of other lengths, so their ranks run other numbers of tiles."""
+def test_every_zero_stage_is_exact_with_different_numbers_of_chunks_per_rank(workers, stage, checkpointing):
+    """The two data-parallel groups have sequences of different lengths, so their ranks run different numbers of chunks."""
     spec, groups = ModelSpec("llama"), [[BatchSpec("packed", 1, 23), BatchSpec("dense", 1, 37)],
                                         [BatchSpec("dense", 1, 150, "middle"), BatchSpec("packed", 1, 53)]]  # fmt: skip
     results = workers(4).run(stepped, spec, engine.json_config(RING, stage, 1, 2, 2), groups, checkpointing)
@@ -95,7 +95,7 @@ def test_every_stage_takes_the_exact_step_whatever_the_numbers_of_tiles(workers,
     engine.check(results, truth(spec, *(batch for group in groups for batch in group)), losses)
 
 
-def test_an_adapter_inside_of_an_mlp_learns(workers):
+def test_an_adapter_inside_an_mlp_has_exact_gradients(workers):
     peft = pytest.importorskip("peft")
 
     def adapted(config):

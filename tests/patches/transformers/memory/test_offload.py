@@ -1,4 +1,4 @@
-"""What checkpointing keeps waits in host memory. No GPU has run this: here the way out and back is counted instead."""
+"""Offloading of the inputs of checkpointed layers. On CPU nothing is copied, so the test counts what would be."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BATCH = BatchSpec("packed", 3, 53)
 
 
 def counted(checkpointing):
-    """As `subject.loss_and_gradients`, with copies on the way; (shapes that left, how many came back)."""
+    """`subject.loss_and_gradients` with real copies; the shapes that were offloaded, and the number that was restored."""
     from ds_cp.patches.transformers.memory import offload_activations
 
     left, back = [], []
@@ -35,7 +35,7 @@ def counted(checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-def test_the_input_of_each_layer_leaves_and_comes_back(workers, checkpointing):
+def test_the_input_of_each_layer_is_offloaded_and_restored(workers, checkpointing):
     results = workers(2).run(counted, checkpointing)
     subject.check([result for result, _, _ in results], truth(LLAMA, BATCH))
     hidden = (3, 27, LLAMA.heads * HEAD_DIM)  # 53 tokens on two ranks, padded
@@ -67,7 +67,7 @@ def test_evaluation_needs_no_checkpointing(workers):
 
 
 def test_an_interrupted_forward_leaves_no_hook_behind(workers):
-    """torch runs no hook after KeyboardInterrupt; what is saved after the next forward would go to the host, too."""
+    """torch runs no forward hook after a KeyboardInterrupt, so the saved-tensor hooks could stay active."""
 
     def interrupted():
         from ds_cp.patches.transformers.memory import offload_activations

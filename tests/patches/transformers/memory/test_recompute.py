@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers run twice, their attention once, and nothing travels a second time."""
+"""Gradient checkpointing: layers run twice, their attention runs once, and no message is sent twice."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ WAYS = [("ring", 2), ("ulysses", 2), ("allgather", 4), ("hybrid", 4)]
 
 
 class Counted:
-    """Kernel calls, messages and bytes of one rank since it was made."""
+    """Counts kernel calls, messages and bytes of this rank."""
 
     def __init__(self, model):
         from ds_cp.attention.kernels.reference import ReferenceKernel
@@ -30,27 +30,27 @@ class Counted:
 
         self.mesh, self.kernel_calls = attachment(model).mesh, {"forward": 0, "backward": 0}
         for kind in (TorchKernel, ReferenceKernel):
-            for word in self.kernel_calls:
-                setattr(kind, word, self._counting(getattr(kind, word), word))
+            for phase in self.kernel_calls:
+                setattr(kind, phase, self._counting(getattr(kind, phase), phase))
 
-    def _counting(self, method, word):
+    def _counting(self, method, phase):
         def counting(*args):
-            self.kernel_calls[word] += 1
+            self.kernel_calls[phase] += 1
             return method(*args)
 
         return counting
 
     def so_far(self):
-        found = {"kernel " + word: calls for word, calls in self.kernel_calls.items()}
+        found = {"kernel " + phase: calls for phase, calls in self.kernel_calls.items()}
         for axis in (self.mesh.ring_group, self.mesh.ulysses_group):
-            for word in ("forward", "backward"):
-                found[f"{axis.name} {word} messages"] = axis.calls[word]
-                found[f"{axis.name} {word} bytes"] = axis.sent[word]
+            for phase in ("forward", "backward"):
+                found[f"{axis.name} {phase} messages"] = axis.calls[phase]
+                found[f"{axis.name} {phase} bytes"] = axis.sent[phase]
         return found
 
 
 def counted_step(model_spec, config, specs, checkpointing, dtype=torch.float32):
-    """Forwards, then one backward: the counts between and behind, the loss and the gradients."""
+    """Forwards, then one backward: the counts before and after the backward pass, the loss and the gradients."""
     model = subject.changed_model(model_spec, config, dtype).train()
     subject.enable_checkpointing(model, checkpointing)
     count = Counted(model)
@@ -63,7 +63,7 @@ def counted_step(model_spec, config, specs, checkpointing, dtype=torch.float32):
 
 
 def assert_equal(got, want):
-    """Bit for bit: the second run of a layer computes what the first did, and its attention is the first's."""
+    """Bitwise equality: a recomputed layer repeats its computation and reuses its saved attention."""
     assert got[2] == want[2]
     different = [name for name in want[3] if not torch.equal(got[3][name], want[3][name])]
     assert not different, different
@@ -71,7 +71,7 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_attention_runs_once_and_nothing_travels_twice(workers, way, kind):
+def test_attention_runs_once_and_no_message_is_sent_twice(workers, way, kind):
     specs = [PACKED, BatchSpec("dense", 1, 37)]  # two forwards precede the backward
     arguments = (LLAMA, config_of(*way), specs)
     plain = workers(way[1]).run(counted_step, *arguments, None)
@@ -94,13 +94,13 @@ def test_ulysses_sends_in_the_backward_pass_what_its_two_forwards_would_have_sen
     assert all(after["ulysses backward messages"] == 2 * layers for _, after, *_ in ranks)
     repeated = max(kv_heads, 2)
     per_layer = 4 * (length // 2) * models.HEAD_DIM * (2 * heads + 2 * repeated) // 2
-    for word, times in (("forward", 1), ("backward", 2)):
-        sent = sum(after[f"ulysses {word} bytes"] for _, after, *_ in ranks)
-        assert sent == 2 * layers * times * per_layer, word
+    for phase, times in (("forward", 1), ("backward", 2)):
+        sent = sum(after[f"ulysses {phase} bytes"] for _, after, *_ in ranks)
+        assert sent == 2 * layers * times * per_layer, phase
 
 
 @pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 2)], ids=str)
-def test_with_recompute_attention_it_runs_twice(workers, way):
+def test_with_recompute_attention_attention_runs_twice(workers, way):
     config = config_of(*way) | {"recompute_attention": True}
     plain = workers(2).run(counted_step, LLAMA, config_of(*way), [PACKED], None)
     again = workers(2).run(counted_step, LLAMA, config, [PACKED], "non-reentrant")
@@ -112,12 +112,12 @@ def test_with_recompute_attention_it_runs_twice(workers, way):
 
 
 TYPES = [
-    # (model, way, kind of checkpointing): what is odd about it
+    # (model, method, kind of checkpointing)  # special property
     (ModelSpec("gpt_oss", 8, 2), ("ulysses", 2), "reentrant"),  # sinks and windows
     (ModelSpec("gpt_oss", 8, 2), ("hybrid", 4), "non-reentrant"),
     (ModelSpec("minicpm3", 8, 8), ("ulysses", 2), "non-reentrant"),  # v narrower than q and k
     (ModelSpec("minicpm3", 8, 8), ("hybrid", 4), "reentrant"),
-    (ModelSpec("bloom", 8, 8), ("ulysses", 2), "non-reentrant"),  # ALiBi: terms by position; padded, not packed
+    (ModelSpec("bloom", 8, 8), ("ulysses", 2), "non-reentrant"),  # ALiBi; padded, not packed
     (ModelSpec("gemma2", 8, 2), ("hybrid", 4), "non-reentrant"),  # softcap
     (ModelSpec("llama", 9, 3), ("ulysses", 2), "non-reentrant"),  # uneven heads
     (ModelSpec("llama", 8, 1), ("hybrid", 4), "reentrant"),  # one key head, repeated
@@ -126,7 +126,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize("model, way, kind", TYPES, ids=lambda value: getattr(value, "type", str(value)))
-def test_every_kind_of_attention_can_be_kept(workers, model, way, kind):
+def test_every_kind_of_attention_can_be_saved(workers, model, way, kind):
     batch = BatchSpec("left_pad", 3, 53) if model.type == "bloom" else PACKED
     plain = workers(way[1]).run(counted_step, model, config_of(*way), [batch], None)
     kept = workers(way[1]).run(counted_step, model, config_of(*way), [batch], kind)
@@ -140,8 +140,8 @@ DROPOUT = (("attn_pdrop", 0.2), ("resid_pdrop", 0.2), ("embd_pdrop", 0.2))
 
 
 @pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 2)], ids=str)
-def test_dropout_inside_and_behind_the_attention_is_the_same_in_both_runs(workers, way):
-    """The seed is agreed on in the first run only, which must not move the stream that the layer's other dropout draws from."""
+def test_dropout_is_equal_in_both_runs_of_a_layer(workers, way):
+    """The dropout seed of attention is drawn in the first run only, which must not advance the random stream of the layer."""
     model = ModelSpec("gpt2", overrides=DROPOUT)
     plain = workers(2).run(counted_step, model, config_of(*way), [PACKED], None)
     for kind in KINDS:
@@ -209,8 +209,8 @@ def _checkpointing(forward, use_reentrant):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_whoever_checkpoints_gets_the_same_gradients(workers, way, prepare, before, runs):
-    """Transformers' layers keep their attention under any checkpoint function; a checkpoint around them recomputes it."""
+def test_gradients_are_equal_for_every_checkpoint_function(workers, way, prepare, before, runs):
+    """Layers of transformers save their attention under any checkpoint function. A custom checkpoint around them recomputes it."""
     ranks = workers(2).run(step_with, config_of(*way), prepare, before)
     plain = workers(2).run(counted_step, LLAMA, config_of(*way), [PACKED], None)
     for got, want in zip(ranks, plain, strict=True):
@@ -219,18 +219,18 @@ def test_whoever_checkpoints_gets_the_same_gradients(workers, way, prepare, befo
         assert got[1] == want[1]["kernel backward"]
 
 
-# ---- nothing is left over ----------------------------------------------------------------------------------
+# ---- lifetime of saved attention ---------------------------------------------------------------------------
 
 
 def boxes():
     from ds_cp.attention.saved_attention import SavedAttention
 
-    # By type: `isinstance` asks an object for its `__class__`, and a weak proxy whose object has gone answers with an error.
+    # `isinstance` reads `__class__`, which raises for a weak proxy of a freed object.
     return [each for each in gc.get_objects() if type(each) is SavedAttention]
 
 
 def backend_that_lets_go_of_messages_late():
-    """A backend's threads do, now and then; here everything that was sent or received stays for ever."""
+    """Holds all sent and received tensors, since threads of a backend may release them late."""
     from ds_cp import mesh
 
     held = []
@@ -266,7 +266,7 @@ def what_is_left(config, kind):
     first = oracle.gradients_of(model)
     after_backward = sum(len(box._calls) for box in boxes())
     model.zero_grad()
-    loss.backward()  # nothing is kept any more, so attention runs again
+    loss.backward()  # the saved attention has been freed, so attention runs again
     second = oracle.gradients_of(model)
     del loss
     gc.collect()
@@ -285,7 +285,7 @@ def what_is_left(config, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 2)], ids=str)
-def test_what_is_kept_is_let_go_when_it_was_used_and_never_kept_without_a_graph(workers, way, kind):
+def test_saved_attention_is_freed_after_use_and_not_saved_without_a_graph(workers, way, kind):
     for result in workers(2).run(what_is_left, config_of(*way), kind):
         assert result == (True, LLAMA.layers, 0, 0, 0, 0, True)
 
@@ -304,7 +304,7 @@ def step_that_counts_what_leaves(config):
 
 
 @pytest.mark.parametrize("way", [("ring", 2), ("ulysses", 2)], ids=str)
-def test_what_is_kept_waits_in_host_memory_with_the_layers_inputs(workers, way):
+def test_saved_attention_is_offloaded_with_the_inputs_of_the_layers(workers, way):
     out = (3, LLAMA.heads, 28 if way[0] == "ring" else 27, models.HEAD_DIM)  # 53 tokens on two ranks, padded
     plain = workers(2).run(counted_step, LLAMA, config_of(*way), [PACKED], None)
     ranks = workers(2).run(step_that_counts_what_leaves, config_of(*way) | {"offload_activations": True})
@@ -336,7 +336,7 @@ def copied_and_undone(config):
     return alone, both
 
 
-def test_a_copy_keeps_its_own_and_undoing_unwraps_the_layers(workers):
+def test_a_copy_has_its_own_saved_attention_and_restore_unwraps_the_layers(workers):
     for alone, both in workers(2).run(copied_and_undone, config_of("ulysses", 2)):
         for gradients in both:
             assert all(torch.equal(gradients[name], alone[name]) for name in alone)

@@ -1,4 +1,4 @@
-"""DeepSeek V4: queries see, beside a window of tokens, entries that each stand for many tokens of their document."""
+"""DeepSeek V4: queries attend to a window of tokens and to compressed KV, each entry of which pools many tokens of a document."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from harness.oracle import truth
 V4 = ModelSpec("deepseek_v4")
 PACKED = BatchSpec("packed", 3, 53)
 RIGHT = BatchSpec("right_pad", 3, 37)
-SHORT = BatchSpec("packed", 1, 12, documents=(3, 2, 3, 4))  # at most one window is complete, of the shorter kind
+SHORT = BatchSpec("packed", 1, 12, documents=(3, 2, 3, 4))  # at most one complete window, of the shorter kind
 
 CASES = [
     (("ring", 3), PACKED),
@@ -31,8 +31,8 @@ def test_gradients_equal_each_document_alone(workers, way, batch):
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v4", pytest.param("minimax_m3_vl_text", marks=pytest.mark.slow)])
-def test_padding_on_the_left_does_not_move_what_is_counted_from_a_documents_start(workers, model_type):
-    """transformers counts windows and blocks from the row's first slot, also where that is padding."""
+def test_left_padding_does_not_shift_windows_that_start_with_the_document(workers, model_type):
+    """transformers counts windows and blocks from the first position of a row, even if it is padding."""
 
     def compared():
         import ds_cp
@@ -53,14 +53,14 @@ def test_padding_on_the_left_does_not_move_what_is_counted_from_a_documents_star
 
 
 @pytest.mark.parametrize("kind", [pytest.param("reentrant", marks=pytest.mark.slow), "non-reentrant"])
-def test_a_recomputed_layer_pools_the_same_entries(workers, kind):
-    """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
+def test_a_recomputed_layer_pools_the_same_keys(workers, kind):
+    """Two forwards with sequences of different lengths precede the backward pass, so that a wrong region raises."""
     arguments = V4, config_of("ring", 2), [PACKED, BatchSpec("dense", 2, 64)]
     plain = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments)
     again = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments, kind)
     for got, want in zip(again, plain, strict=True):
         assert got[0] == want[0]
-        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint accumulates in another order
 
 
 def test_zero_3_takes_the_same_step(workers):
@@ -69,7 +69,7 @@ def test_zero_3_takes_the_same_step(workers):
     config = engine.json_config(config_of("ring", 2), 3, 1, 1, 2)
     results = workers(4).run(engine.train_one_step, V4, config, groups)
     losses, batches = [[truth(V4, batch).loss for batch in group] for group in groups], sum(groups, [])
-    # the scales of its hyper-connections are sums that cancel
+    # terms of the gradients of its hyper-connection scales cancel
     engine.check(results, truth(V4, *batches), losses, oracle.rounding(V4, *batches))
 
 
@@ -113,7 +113,7 @@ def _of_any_document(of, self, *rest):
     return of(replace(self, start=self.start.clamp(max=0), origin=self.origin * 0), *rest)
 
 
-def test_a_fault_does_not_go_unseen(workers):
+def test_the_parity_check_detects_a_fault(workers):
     def broken(*arguments):
         entries_of_other_documents_are_seen(setattr)
         return subject.loss_and_gradients(*arguments)

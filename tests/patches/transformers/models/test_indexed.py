@@ -1,4 +1,4 @@
-"""Sparse attention: each query's keys are chosen by an indexer among those of the whole sequence, and of its document."""
+"""Sparse attention: an indexer selects the keys of each query among those of its document."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ PACKED = BatchSpec("packed", 3, 53)
 LEFT, RIGHT = BatchSpec("left_pad", 3, 37), BatchSpec("right_pad", 3, 37)
 
 CASES = [
-    # single keys
+    # selects single keys
     ("deepseek_v32", ("ring", 2), LEFT),
     ("deepseek_v32", ("ulysses", 2), PACKED),
-    # blocks of keys, others for each group of heads; under ulysses a rank computes one group
+    # selects blocks of keys for each group of heads; under ulysses a rank computes one group
     ("minimax_m3_vl_text", ("ring", 3), PACKED),
     ("minimax_m3_vl_text", ("ulysses", 2), RIGHT),
-    # blocks whose keys are pooled, and what is left of a document behind the last
+    # selects blocks by pooled keys; the last block of a document may be incomplete
     ("qwen4_exp_text", ("ring", 3), PACKED),
     ("qwen4_exp_text", ("ulysses", 2), LEFT),
 ]
@@ -44,8 +44,8 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("model_type", EVERYTHING)
-def test_choosing_matters_in_these_models(model_type):
-    """The same model sees other logits when it may see every key; otherwise the cases above would say nothing."""
+def test_the_choice_of_keys_changes_the_logits_of_these_models(model_type):
+    """With all keys selected, the same weights give other logits. Otherwise the cases above would prove nothing."""
     ids = torch.randint(5, VOCAB - 10, (2, 29), generator=torch.Generator().manual_seed(3))
     model = families.build(model_type).eval()
     everything = families.build(model_type, tiny_config(model_type, **EVERYTHING[model_type])).eval()
@@ -59,17 +59,17 @@ def test_choosing_matters_in_these_models(model_type):
     [("minimax_m3_vl_text", "reentrant"), pytest.param("qwen4_exp_text", "non-reentrant", marks=pytest.mark.slow)],
 )
 def test_a_recomputed_layer_chooses_the_same_keys(workers, model_type, kind):
-    """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
+    """Two forwards with sequences of different lengths precede the backward pass, so that a wrong region raises."""
     arguments = ModelSpec(model_type), config_of("ring", 2), [PACKED, BatchSpec("dense", 2, 64)]
     plain = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments)
     again = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments, kind)
     for got, want in zip(again, plain, strict=True):
         assert got[0] == want[0]
-        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint accumulates in another order
 
 
-def test_zero_3_gathers_an_indexer_once_in_however_many_pieces_it_runs(workers):
-    """Groups have other lengths, so other numbers of pieces: what is gathered must not depend on them."""
+def test_zero_3_gathers_an_indexer_once_for_any_number_of_chunks(workers):
+    """The groups have different lengths and numbers of chunks. The gathers of ZeRO-3 must not depend on them."""
 
     def step(*arguments):
         from ds_cp.patches.transformers.models import sparse_attention
@@ -86,7 +86,7 @@ def test_zero_3_gathers_an_indexer_once_in_however_many_pieces_it_runs(workers):
 
 
 @pytest.mark.parametrize("model_type", EVERYTHING)
-def test_a_call_that_is_not_shared_still_hides_what_was_not_chosen(workers, model_type):
+def test_a_call_with_a_cache_still_masks_keys_that_were_not_chosen(workers, model_type):
     def with_cache():
         import ds_cp
 
@@ -145,7 +145,7 @@ def heads_follow_the_first_groups_choice(patch):
         pytest.param(heads_follow_the_first_groups_choice, marks=pytest.mark.slow),
     ],
 )
-def test_a_fault_does_not_go_unseen(workers, fault):
+def test_the_parity_check_detects_a_fault(workers, fault):
     def broken(*arguments):
         fault(lambda owner, name, function: setattr(owner, name, staticmethod(function)))
         return subject.loss_and_gradients(*arguments)

@@ -1,4 +1,4 @@
-"""A bias that each query mixes out of learned profiles over the distance, and a sink per query: Inkling, and the formulas."""
+"""Inkling: a bias that each query mixes from learned profiles over the distance, and a sink per query."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def test_a_recomputed_layer_adds_the_same_bias(workers, model_type, kind):
     again = workers(2).run(subject.loss_and_gradients_of_two_forwards, *arguments, kind)
     for got, want in zip(again, plain, strict=True):
         assert got[0] == want[0]
-        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint accumulates in another order
 
 
 @pytest.mark.slow
 def test_zero_3_takes_the_same_step(workers):
-    """The profiles are read where their module has them; groups have different numbers of documents."""
+    """The groups have different numbers of documents."""
     model = ModelSpec("inkling2_text")
     groups = [[BatchSpec("packed", 1, 53)], [BatchSpec("dense", 1, 37)]]
     config = engine.json_config(config_of("ring", 2), 3, 1, 1, 2)

@@ -1,4 +1,4 @@
-"""Positions that a model counts by itself: counted on the whole batch, whatever shard a rank holds."""
+"""Positions that a model counts itself: they are counted on the whole batch, not on a shard."""
 
 import copy
 import gc
@@ -27,19 +27,19 @@ def ids_with(*rows):
 
 
 def dense(model, ids, shifted=True):
-    """Rows as they are, without a mask."""
+    """Dense rows without a mask."""
     return {"input_ids": ids, "labels": ids}, [
         ({"input_ids": row, "labels": row}, row.size(1) - shifted) for row in ids.split(1)
     ]
 
 
 def left_padded(model, lengths=(23, 9), pads_count=False):
-    """Rows of their own length behind padding, with the mask that says so; a model may count the padding too."""
+    """Left-padded rows of different lengths with a mask. `pads_count`: the model counts positions from the padding."""
     ids = ids_with(*[()] * len(lengths))
     mask = torch.stack([(torch.arange(23) >= 23 - n).long() for n in lengths])
     rows = [row[None, 23 - n :] for row, n in zip(ids, lengths)]
     labels = ids.masked_fill(mask == 0, -100)
-    labels[torch.arange(len(lengths)), [23 - n for n in lengths]] = -100  # nothing before it predicts it
+    labels[torch.arange(len(lengths)), [23 - n for n in lengths]] = -100  # its prediction comes from a padding position
 
     def from_pad(n):
         return {"position_ids": torch.arange(23 - n, 23)[None]} if pads_count else {}
@@ -62,20 +62,20 @@ def packed_rows(model, lengths=((9, 14), (4, 19)), shifted=False):
 pads_inside = partial(dense, ids=ids_with((3, 4, 20), (0, 1, 2)))
 no_pads = partial(dense, ids=ids_with((), ()))
 CASES = [
-    ("roberta", {}, pads_inside),  # padding in the middle and in front does not count
+    ("roberta", {}, pads_inside),  # padding ids inside of a row have no position
     ("xlm-roberta-xl", {}, pads_inside),
-    ("opt", {}, left_padded),  # the count of the mask
+    ("opt", {}, left_padded),  # positions are counted on the mask
     ("biogpt", {}, partial(left_padded, pads_count=True)),
-    ("bart", {}, packed_rows),  # [L] only: rows that differ go in flat
+    ("bart", {}, packed_rows),  # takes positions [L] only, so different rows are flattened
     ("blenderbot", {}, packed_rows),
     ("trocr", {"use_learned_position_embeddings": False}, partial(dense, ids=ids_with((3,), ()), shifted=False)),
-    ("xglm", {"max_position_embeddings": 8}, no_pads),  # its table grows with the length it sees
+    ("xglm", {"max_position_embeddings": 8}, no_pads),  # its table grows with the length
     ("roformer", {"rotary_value": True}, no_pads),
     (
         "xlm",
         {"causal": False},
         partial(dense, ids=ids_with((21, 22), ()), shifted=False),
-    ),  # its mask comes from lengths
+    ),  # its mask is computed from lengths
     ("xlm", {"causal": True}, partial(dense, ids=ids_with((22,), ()), shifted=False)),
 ]
 
@@ -118,12 +118,12 @@ def test_a_refused_batch_leaves_nothing_behind(workers):
 
 
 @pytest.mark.parametrize("name", ["cache_length", "past_key_values_length"])
-def test_a_table_that_counts_by_itself_is_known_by_either_name_of_its_count(name):
-    """transformers 5.24 renamed it; a table that is not known would count each shard from 0, silently."""
+def test_a_position_table_is_recognized_by_either_name_of_its_offset(name):
+    """transformers 5.24 renamed the argument. An unknown table would count each shard from 0 without an error."""
     from ds_cp.patches.transformers.models import positions
 
     names: dict = {}
     exec(f"def forward(self, input_ids, {name}=0, position_ids=None): ...", names)
     kind = type("SomePositionalEmbedding", (torch.nn.Embedding,), {"forward": names["forward"]})
-    kind.__module__ = "transformers.models.auto"  # any that is imported
+    kind.__module__ = "transformers.models.auto"  # any imported module
     assert positions._hooks_for(kind(4, 2)) is positions._hook_position_embedding

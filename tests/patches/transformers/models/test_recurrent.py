@@ -1,4 +1,4 @@
-"""Recurrent layers and short convolutions: the same numbers as one process that runs each document alone."""
+"""Recurrent layers and short convolutions: results equal those of one process that runs each document alone."""
 
 import dataclasses
 import importlib.util
@@ -22,29 +22,29 @@ LEFT, RIGHT = BatchSpec("left_pad", 3, 37), BatchSpec("right_pad", 3, 37)
 TWO_HEADS = (("linear_num_value_heads", 2), ("linear_num_key_heads", 1))
 
 CASES = [
-    # delta rules: heads in groups; fewer heads than ranks; uneven channels
+    # delta rules: grouped heads, fewer heads than ranks, uneven channels
     ("qwen3_next", (), ("ring", 2), PACKED),
     ("qwen3_next", (), ("ulysses", 2), LEFT),
     ("qwen3_next", (), ("ring", 3), RIGHT),
     ("qwen3_next", TWO_HEADS, ("ring", 3), PACKED),
     ("kimi_linear", (), ("hybrid", 4), PACKED),
-    # Mamba-2: groups that all heads share; more than one per rank, or less
+    # Mamba-2: groups shared by all heads, more or fewer groups than ranks
     ("bamba", (), ("allgather", 3), dataclasses.replace(PACKED, extras=OF_THE_HEAD)),
     ("mamba2", (), ("ring", 4), LEFT),
     ("nemotron_h", (), ("ulysses", 2), DENSE),
     ("falcon_h1", (), ("hybrid", 4), LEFT),
     ("zamba2", (), ("ring", 2), PACKED),
-    # Mamba: B and C of all channels, uneven channels
+    # Mamba: B and C are shared by all channels; uneven channels
     ("jamba", (), ("ring", 3), PACKED),
     ("mamba", (), ("ulysses", 2), RIGHT),
-    # xLSTM's matrix memory, a module of its layers
+    # xLSTM: the matrix memory is a module
     ("xlstm", (("mode", "train"), ("chunk_size", 1)), ("ring", 3), PACKED),
     # short convolutions, shifted tokens
     ("lfm2", (), ("ring", 3), PACKED),
     ("rwkv", (), ("ring", 3), RIGHT),
-    # layers that run whole
+    # layers that run on whole sequences
     ("minimax", (), ("ulysses", 2), PACKED),
-    ("minimax", (), ("ring", 3), BatchSpec("dense", 2, 2)),  # a rank has no token
+    ("minimax", (), ("ring", 3), BatchSpec("dense", 2, 2)),  # one rank has no token
     ("recurrent_gemma", (), ("ring", 2), PACKED),
     ("zaya", (), ("ring", 3), LEFT),
 ]
@@ -78,17 +78,17 @@ def step(model_spec, config, specs, checkpointing):
     ids=lambda value: getattr(value, "type", value),
 )
 def test_a_recomputed_layer_finds_the_region_of_its_forward(workers, model, ranks, kind, again):
-    """Two forwards precede the backward, and their sequences have other lengths: a wrong region cannot go unseen."""
+    """Two forwards with sequences of different lengths precede the backward pass, so that a wrong region raises."""
     config = config_of("ring", ranks) | {"recompute_attention": again}
     specs = [RIGHT if model.type == "rwkv" else PACKED, BatchSpec("dense", 2, 64)]
     plain = workers(ranks).run(step, model, config, specs, None)
     for got, want in zip(workers(ranks).run(step, model, config, specs, kind), plain, strict=True):
         assert got[0] == want[0]
-        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint adds up in another order
+        oracle.assert_close_gradients(got[1], want[1], 1e-6)  # a reentrant checkpoint accumulates in another order
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_that_knows_no_region_is_refused(workers, use_reentrant):
+def test_a_custom_checkpoint_around_a_recurrent_layer_is_refused(workers, use_reentrant):
     def step():
         model = subject.changed_model(ModelSpec("lfm2"), config_of("ring", 2)).train()
         for layer in model.model.layers:
@@ -119,20 +119,20 @@ def counted(model_spec, config, spec):
     return before, (dict(group.calls), dict(group.sent))
 
 
-def test_each_function_sends_one_message_there_and_one_back(workers):
-    """lfm2 has one convolution of 64 channels: x goes there, [B, L, 64] of which half stays, and comes back."""
+def test_each_function_sends_one_message_in_each_direction(workers):
+    """lfm2 has one convolution of 64 channels. A rank sends half of x [B, L, 64], and half of the output in return."""
     length, elements = 40, 2 * 20 * 32
     for before, after in workers(2).run(
         counted, ModelSpec("lfm2"), config_of("ring", 2), BatchSpec("dense", 2, length)
     ):
-        for (calls, sent), word in ((before, "forward"), (after, "backward")):
-            assert calls[word] == 2
-            assert sent[word] == 2 * elements * 4
+        for (calls, sent), phase in ((before, "forward"), (after, "backward")):
+            assert calls[phase] == 2
+            assert sent[phase] == 2 * elements * 4
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "minimax"])
 def test_zero_3_takes_the_same_step(workers, model_type):
-    """Groups have different numbers of documents: what is gathered must not depend on them."""
+    """The groups have different numbers of documents. The gathers of ZeRO-3 must not depend on them."""
     model = ModelSpec(model_type)
     groups = [[BatchSpec("packed", 1, 53)], [BatchSpec("dense", 1, 37)]]
     config = engine.json_config(config_of("ring", 2), 3, 1, 1, 2)
@@ -164,7 +164,7 @@ def test_evaluation_gives_the_whole_logits(workers):
         oracle.assert_close_logits(logits[0], want, 1e-4)
 
 
-def test_a_recurrent_layer_that_did_not_come_through_is_noticed(workers):
+def test_a_recurrent_layer_that_bypasses_ds_cp_raises(workers):
     def step():
         model = subject.changed_model(ModelSpec("lfm2"), config_of("ring", 2))
         model.model.layers[0].conv = torch.nn.Identity()
@@ -175,8 +175,8 @@ def test_a_recurrent_layer_that_did_not_come_through_is_noticed(workers):
 
 
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "causal_conv1d_fn"])
-def test_a_function_that_goes_another_way_is_noticed(workers, name):
-    """As in versions of transformers whose layers keep the function that they were built with, or with a kernel bound later."""
+def test_a_layer_that_bypasses_a_patched_function_raises(workers, name):
+    """In some versions of transformers a layer keeps a reference to the function, or binds a kernel later."""
 
     def step():
         from transformers.models.qwen3_next import modeling_qwen3_next as kind
@@ -189,7 +189,7 @@ def test_a_function_that_goes_another_way_is_noticed(workers, name):
     workers(2).run_expecting_error(step, said)
 
 
-def test_a_state_from_elsewhere_is_refused(workers):
+def test_an_initial_state_is_refused(workers):
     def step():
         from transformers.models.qwen3_next import modeling_qwen3_next as kind
 
@@ -223,7 +223,7 @@ def test_patches_are_listed_and_undone(workers):
     assert workers(2).run(differences) == [alone] * 2
 
 
-# ---- the tables, and the splits ----------------------------------------------------------------------------
+# ---- tables of functions -----------------------------------------------------------------------------------
 
 
 def modeling_files():
@@ -233,7 +233,7 @@ def modeling_files():
             yield name
 
 
-def test_the_dims_of_every_function_are_those_of_its_first_parameters():
+def test_the_tables_name_the_first_parameters_of_every_function():
     from ds_cp.patches.transformers.models import recurrent_tables
 
     found = set()
@@ -270,7 +270,9 @@ def a_rank_keeps_the_gradient_of_its_own_tokens(patch):
     from ds_cp.recurrent.channels import HeadExchange
 
     to_tokens = HeadExchange.to_tokens
-    patch(HeadExchange, "to_tokens", lambda self, x, word: [t * (word == "forward") for t in to_tokens(self, x, word)])
+    patch(
+        HeadExchange, "to_tokens", lambda self, x, phase: [t * (phase == "forward") for t in to_tokens(self, x, phase)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def a_rank_keeps_the_gradient_of_its_own_tokens(patch):
               a_rank_keeps_the_gradient_of_its_own_tokens],
     ids=lambda fault: fault.__name__,
 )  # fmt: skip
-def test_a_fault_does_not_go_unseen(workers, fault):
+def test_the_parity_check_detects_a_fault(workers, fault):
     def broken(*arguments):
         fault(setattr)
         return subject.loss_and_gradients(*arguments)

@@ -1,4 +1,4 @@
-"""T5's learned bias by bucket of distance, under every method, with the gradient of its table."""
+"""T5's learned bias by bucket of the distance, and the gradient of its table, under every method."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ METHODS = [
 
 
 def run(type_, config, checkpointing=None):
-    """The encoder on two right-padded rows; a loss of the whole hidden states; loss and gradients."""
+    """Loss and gradients of the encoder on two right-padded rows."""
     config_class, model_class = TYPES[type_]
     torch.manual_seed(0)
     model = model_class(config_class(**SIZES)).train()
@@ -39,14 +39,14 @@ def run(type_, config, checkpointing=None):
     mask = (torch.arange(37) < torch.tensor([[37], [24]])).long()
     hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
     weights = torch.randn(hidden.shape, generator=generator) * mask[..., None]
-    loss = (hidden * weights).square().sum() / 100  # a sum that does not cancel
+    loss = (hidden * weights).square().sum() / 100  # a sum whose terms do not cancel
     loss.backward()
     return loss.item(), oracle.gradients_of(model)
 
 
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("config", METHODS, ids=[f"{c['method']}-{c['size']}" for c in METHODS])
-def test_the_bias_and_its_tables_gradient_equal_one_process(workers, type_, config):
+def test_the_bias_and_the_gradient_of_its_table_equal_one_process(workers, type_, config):
     loss, gradients = workers(1).run(run, type_, None)[0]
     assert any("relative" in name and grad.norm() > 1e-2 for name, grad in gradients.items())
     ranks = workers(config["size"]).run(run, type_, config)
