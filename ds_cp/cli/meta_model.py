@@ -136,7 +136,7 @@ def _attention(plan: Plan, checkpointing: bool) -> AttentionFunction:
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         saved_output = saved_outputs.pop(module, None)
-        out: torch.Tensor = _Attention.apply(query, key, value, saved_output, plan)
+        out: torch.Tensor = _Attention.apply(query, key, value, saved_output, plan)  # type: ignore[no-untyped-call]  # torch does not annotate apply
         if checkpointing and saved_output is None and not plan.recompute_attention:
             saved_outputs[module] = out.detach()
         return out.transpose(1, 2), None

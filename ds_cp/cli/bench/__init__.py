@@ -1,44 +1,51 @@
-"""``ds_cp bench``: attention, training steps and scaling, side by side on this machine; one part by name, or all."""
+"""``ds_cp bench``: measurements of attention, training steps and scaling on this machine, and predictions for other GPUs."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Callable
 
 import typer
+import typer.core
+import typer.main
 
 
 def app() -> typer.Typer:
-    """The command and its parts."""
+    """Build the command with its subcommands."""
     from ds_cp.cli.bench import attention, scaling, simulate, step
 
     bench = typer.Typer(
-        help="Measure ds_cp beside its peers; without a part's name: all of them.", add_completion=False
+        help="Measure ds_cp and other packages for context parallelism. Without a subcommand, run all measurements.",
+        add_completion=False,
     )
-    parts = {
+    measurements: dict[str, Callable[..., None]] = {
         "attention": attention.bench_attention,
         "step": step.bench_step,
         "scaling": scaling.bench_scaling,
     }
 
     @bench.callback(invoke_without_command=True)
-    def everything(
+    def run_all(
         context: typer.Context,
-        output: Annotated[Path | None, typer.Option(help="a folder for JSON, and plots where matplotlib is")] = None,
+        output: Annotated[
+            Path | None, typer.Option(help="Folder for JSON files, and for plots if matplotlib is installed.")
+        ] = None,
     ) -> None:
-        """Run every part with its defaults, unless one is named."""
+        """Run every measurement with its defaults, unless a subcommand is named."""
         if context.invoked_subcommand is not None:
             return
         if output:
             output.mkdir(parents=True, exist_ok=True)
-        for name in parts:
+        group = typer.main.get_command(bench)
+        assert isinstance(group, typer.core.TyperGroup)
+        for name in measurements:
             files = {"output": output / f"{name}.json"} if output else {}
             if output and name != "attention" and find_spec("matplotlib"):
                 files["plot"] = output / f"{name}.png"
-            context.invoke(typer.main.get_command(bench).commands[name], **files)
+            context.invoke(group.commands[name], **files)
 
-    for name, command in parts.items():
+    for name, command in measurements.items():
         bench.command(name)(command)
     bench.command("simulate")(simulate.simulate)
     return bench

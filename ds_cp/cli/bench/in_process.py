@@ -1,6 +1,6 @@
-"""A group of ranks that are threads of one process: for tests without a backend and for benchmarks on one device.
+"""Ranks as threads of one process: for tests without a communication backend, and for benchmarks of a ring on one device.
 
-Only the way a message travels differs from :class:`ds_cp.process_group.Group`; schedules, exchanges and kernels are the same.
+Only the transport of messages differs from :class:`ds_cp.process_group.Group`. Schedules, exchanges and kernels are the same.
 """
 
 from __future__ import annotations
@@ -8,58 +8,75 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
-from ds_cp.process_group import Group, GroupError, Pending
+from ds_cp.process_group import Group, GroupError, Message, Pending
+
+TensorQueue = queue.SimpleQueue[torch.Tensor]
 
 
-class Mailroom:
-    """Messages between threads. As with any backend, the n-th receive posted for a pair of ranks gets its n-th send."""
+class MessageQueues:
+    """Messages between threads: as with any backend, the n-th receive of a pair of ranks gets the n-th send of the pair."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue] = {}
+        self._queues: dict[tuple[int, int, int], TensorQueue] = {}
 
-    def box(self, source: int, target: int, number: int) -> queue.SimpleQueue:
+    def get(self, source: int, target: int, number: int) -> TensorQueue:
+        """The queue of the message with this number from rank ``source`` to rank ``target``."""
         with self._lock:
-            return self._boxes.setdefault((source, target, number), queue.SimpleQueue())
+            return self._queues.setdefault((source, target, number), queue.SimpleQueue())
 
 
 class InProcessGroup(Group):
-    """One rank's view of ``size`` threads that share a mailroom."""
+    """The group of ``size`` threads, as seen by one of them.
 
-    def __init__(self, mailroom: Mailroom, rank: int, size: int, timeout: float):
+    Args:
+        messages: Queues that all ranks of the group share.
+        rank: Rank of this thread.
+        size: Number of ranks.
+        timeout: Seconds that a receive waits before it raises an error.
+    """
+
+    def __init__(self, messages: MessageQueues, rank: int, size: int, timeout: float) -> None:
         super().__init__("in-process", tuple(range(size)), rank, None, timeout)
-        self._mailroom, self._sends, self._receives = mailroom, Counter(), Counter()
+        self._messages = messages
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
 
-    def isend_irecv(self, sends, receives, what):
+    def isend_irecv(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Pending:
         self._count(what, [tensor for _, tensor in sends])
         for peer, tensor in sends:
-            self._mailroom.box(self.rank, peer, self._sends[peer]).put(tensor.detach().clone())
-            self._sends[peer] += 1
-        arrivals = []
+            self._messages.get(self.rank, peer, self._num_sent[peer]).put(tensor.detach().clone())
+            self._num_sent[peer] += 1
+        works = []
         for peer, buffer in receives:
-            arrivals.append(_Arrival(self._mailroom.box(peer, self.rank, self._receives[peer]), buffer, self))
-            self._receives[peer] += 1
-        return Pending(self, arrivals, what, ())
+            works.append(_Receive(self._messages.get(peer, self.rank, self._num_received[peer]), buffer, self))
+            self._num_received[peer] += 1
+        return Pending(self, works, what, ())
 
-    def all_to_all(self, tensor, send_counts, receive_counts, what):
+    def all_to_all(
+        self, tensor: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str
+    ) -> torch.Tensor:
         received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
         peers = range(self.size)
         sends = list(zip(peers, tensor.split(list(send_counts))))
-        self.isend_irecv(sends, list(zip(peers, received.split(list(receive_counts)))), what).wait()
+        receives = list(zip(peers, received.split(list(receive_counts))))
+        self.isend_irecv(sends, receives, what).wait()
         return received
 
 
-class _Arrival:
-    def __init__(self, box: queue.SimpleQueue, buffer: torch.Tensor, group: Group):
-        self._box, self._buffer, self._group = box, buffer, group
+class _Receive:
+    """The counterpart of the work that ``torch.distributed.irecv`` returns."""
+
+    def __init__(self, messages: TensorQueue, buffer: torch.Tensor, group: Group) -> None:
+        self._messages, self._buffer, self._group = messages, buffer, group
 
     def wait(self) -> None:
         try:
-            self._buffer.copy_(self._box.get(timeout=self._group.timeout))
+            self._buffer.copy_(self._messages.get(timeout=self._group.timeout))
         except queue.Empty:
             raise GroupError(f"rank {self._group.rank} waited {self._group.timeout:g} s for a message") from None
 
@@ -68,25 +85,26 @@ def run(size: int, work: Callable[[InProcessGroup], Any], timeout: float = 30.0)
     """Call ``work(group)`` on ``size`` threads, one per rank.
 
     Returns:
-        What each rank returned.
+        The results, in the order of the ranks.
 
     Raises:
-        BaseException: after all ranks ended, the first rank's error; one that waited for another in vain comes last.
+        BaseException: An error of a rank, after all ranks have ended: of the lowest rank that raised one. Errors of ranks
+            that only waited for another rank (``GroupError``) come last.
     """
-    mailroom = Mailroom()
+    messages = MessageQueues()
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
-    def body(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
-            # On CUDA all backwards of a device share one thread of autograd's, where a rank that waits for a message
-            # would keep the sender from running. Each rank walks its own graph instead.
+            # On CUDA autograd runs all backward passes of a device on one thread of its own. A rank that waits there for a
+            # message would block the rank that sends it. Without multithreading each rank runs its own backward pass.
             with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = work(InProcessGroup(mailroom, rank, size, timeout))
-        except BaseException as error:  # handed to the caller below
+                results[rank] = work(InProcessGroup(messages, rank, size, timeout))
+        except BaseException as error:  # raised below, on the thread of the caller
             errors[rank] = error
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

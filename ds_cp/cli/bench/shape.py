@@ -1,4 +1,4 @@
-"""What a benchmark trains: a Llama-shaped model, a row of tokens, and what a step of it costs on paper."""
+"""The model and the batch of a benchmark of training steps, and the number of FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainShape:
-    """A Llama of ``layers`` layers on a row of S tokens, which holds ``documents`` equal documents."""
+    """A Llama of ``layers`` layers that trains on a row of ``seq_len`` tokens, packed with ``documents`` equal documents."""
 
     seq_len: int
     layers: int = 4
@@ -26,8 +26,10 @@ class TrainShape:
         return self.hidden // self.heads
 
     def flops(self) -> float:
-        """Of one step on one row without any recomputation: forward, and twice that backward. Causal attention counts the
-        pairs that see each other."""
+        """FLOPs of a step on one row without recomputation: the forward pass, and twice as many in the backward pass.
+
+        Attention counts the pairs of query and key that are visible under the causal mask.
+        """
         projections = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         per_token = self.layers * (projections + 3 * self.hidden * self.intermediate) + self.hidden * self.vocab
         pairs = self.seq_len * (self.seq_len / self.documents + 1) / 2
@@ -35,7 +37,7 @@ class TrainShape:
         return 3 * 2 * (self.seq_len * per_token + attention)
 
     def config(self) -> Any:
-        """The transformers config."""
+        """The transformers config of the model."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -50,7 +52,7 @@ class TrainShape:
         )
 
     def batch(self) -> dict[str, Any]:
-        """One row: ids, labels, and positions that restart with each document."""
+        """Ids, labels and position ids of one row, [1, seq_len]; position ids restart with each document."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -58,8 +60,8 @@ class TrainShape:
         positions = torch.arange(self.seq_len // self.documents).repeat(self.documents)[None]
         return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
 
-    def json(self, **more: Any) -> dict[str, Any]:
-        """The DeepSpeed config; on a GPU it trains in bf16, which is what flash kernels take."""
+    def deepspeed_config(self, **more: Any) -> dict[str, Any]:
+        """The DeepSpeed config, updated with ``more``. On a GPU it enables bf16, which FlashAttention requires."""
         import torch
 
         return {

@@ -1,4 +1,4 @@
-"""``ds_cp bench step``: whole training steps, side by side, each contender in fresh processes."""
+"""``ds_cp bench step``: training steps of several contenders, each in new processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ BUILDERS = {**contenders.BUILDERS, **peers.BUILDERS}
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank of one contender in one round: medians over its steps.
+    """One rank of one contender in one round.
 
     Attributes:
-        wall_s, cpu_s: of a step.
-        rows: rows of S tokens per step, all ranks together.
-        idle, peak: bytes held before the first step, and at most.
-        live: bytes of storages that a forward leaves for its backward.
-        sent: bytes for attention per step.
-        loss: of the last step.
+        wall_s: Median wall time of a step in seconds.
+        cpu_s: Median CPU time of a step in seconds.
+        rows: Number of rows of ``seq_len`` tokens that all ranks together train per step.
+        idle: Memory of the process before the first step, in bytes.
+        peak: Peak memory of the process, in bytes.
+        live: Bytes of the storages that a forward pass leaves for the backward pass; 0 if they were not counted.
+        sent: Number of bytes sent for attention per step.
+        loss: Loss of the last step.
     """
 
     wall_s: float
@@ -46,34 +48,46 @@ class Measured:
 
 
 def measure(name: str, shape: TrainShape, steps: int, count_live: bool = True) -> Measured:
-    """On a rank of its own process group: train, and say what it took."""
+    """Train a contender on this rank and measure its steps.
+
+    Args:
+        name: Name of the contender.
+        shape: Shape of the model and the batch.
+        steps: Number of timed steps after the one that warms up. With 0, that one is timed.
+        count_live: Whether to run one more forward pass that counts live storages.
+    """
     from ds_cp.cli.bench import probes
 
     sent = probes.SentForAttention()
     contender = BUILDERS[name](shape)
     idle = probes.memory("VmRSS")
-    times, loss = [], float("nan")
+    times, loss, sent_before = [], float("nan"), 0
     for index in range(steps + 1):
         torch.distributed.barrier()
-        before = sent.total()
-        cpu, wall = time.process_time(), time.perf_counter()
+        sent_before = sent.total()
+        cpu_start, wall_start = time.process_time(), time.perf_counter()
         loss = contender.step()
-        if index or not steps:  # the first step warms up
-            times.append((time.perf_counter() - wall, time.process_time() - cpu))
-    per_step, peak, live = sent.total() - before, probes.memory("VmHWM"), 0
+        if index or not steps:
+            times.append((time.perf_counter() - wall_start, time.process_time() - cpu_start))
+    sent_per_step, peak, live = sent.total() - sent_before, probes.memory("VmHWM"), 0
     if count_live:
         with probes.LiveStorages() as storages:
-            kept = contender.forward(contender.engine.module)  # the engine's own buffers are no activations
+            # Without the engine, whose buffers are not activations. The variable keeps the graph alive.
+            graph = contender.forward(contender.engine.module)
             live = storages.live_bytes()
-        del kept
+        del graph
     wall, cpu = (statistics.median(column) for column in zip(*times))
-    return Measured(wall, cpu, contender.rows, idle, peak, live, per_step, loss)
+    return Measured(wall, cpu, contender.rows, idle, peak, live, sent_per_step, loss)
 
 
 def rounds_of(
     names: list[str], shape: TrainShape, ranks: int, steps: int, rounds: int
 ) -> dict[str, list[list[Measured]]]:
-    """By contender, the rounds, each the ranks' measurements. Rounds interleave the contenders: all meet one machine."""
+    """Measure all contenders, one after the other in each round, so that all are measured under the same load.
+
+    Returns:
+        For each contender and each round, the measurements of all ranks.
+    """
     results: dict[str, list[list[Measured]]] = {name: [] for name in names}
     for index in range(rounds):
         for name in names:
@@ -84,16 +98,28 @@ def rounds_of(
 def summarise(
     results: dict[str, list[list[Measured]]], shape: TrainShape, ranks: int, tflops: float
 ) -> list[dict[str, Any]]:
-    """A row per contender: medians over rounds; ratios are medians of paired ratios with the first contender."""
+    """Summarise the measurements of each contender as medians over rounds.
+
+    Args:
+        results: For each contender and each round, the measurements of all ranks.
+        shape: Shape of the model and the batch.
+        ranks: Number of ranks.
+        tflops: Peak TFLOP/s of one GPU; 0 if the model FLOPs utilisation is not wanted.
+
+    Returns:
+        One dict per contender. "speed_ratio" is the median over rounds of the ratio to the first contender in the same
+        round, "peak_ratio" the ratio of the medians.
+    """
     first = next(iter(results))
 
     def speed(by_rank: list[Measured]) -> float:
+        """Tokens per second of a round, by the slowest rank."""
         return by_rank[0].rows * shape.seq_len / max(one.wall_s for one in by_rank)
 
     rows = []
     for name, rounds in results.items():
         peak = statistics.median(max(one.peak for one in by_rank) for by_rank in rounds)
-        base = statistics.median(max(one.peak for one in by_rank) for by_rank in results[first])
+        first_peak = statistics.median(max(one.peak for one in by_rank) for by_rank in results[first])
         tokens = statistics.median(map(speed, rounds))
         rows.append(
             {
@@ -103,11 +129,11 @@ def summarise(
                 "tokens_per_s": tokens,
                 "speed_ratio": statistics.median(speed(a) / speed(b) for a, b in zip(rounds, results[first])),
                 "peak_mib": peak / 2**20,
-                "peak_ratio": peak / base,
+                "peak_ratio": peak / first_peak,
                 "step_mib": statistics.median(max(one.peak - one.idle for one in by_rank) for by_rank in rounds) / 2**20,
                 "live_mib": max(one.live for one in rounds[0]) / 2**20,
                 "sent_mib": statistics.mean(one.sent for one in rounds[0]) / 2**20,
-                "formula_mib": _formula(name, shape, ranks) / 2**20,
+                "formula_mib": _bytes_by_formula(name, shape, ranks) / 2**20,
                 "mfu": tokens / shape.seq_len * shape.flops() / (ranks * tflops * 1e12) if tflops else None,
                 "loss": rounds[0][0].loss,
             }
@@ -116,19 +142,22 @@ def summarise(
 
 
 METHODS = {"UlyssesSPAttentionHF": "ulysses", "ring-flash-attention": "ring"}
-"""Of contenders whose names do not say it."""
+"""Methods of contenders whose names do not end with the method."""
 
 
-def _formula(name: str, shape: TrainShape, ranks: int) -> float:
-    """Bytes that a rank sends for attention in one forward and one backward of dense bidirectional attention. A layer under
-    checkpointing trades heads a third time: for its recomputation, or for what the backward pass then lacks."""
+def _bytes_by_formula(name: str, shape: TrainShape, ranks: int) -> float:
+    """Bytes that a rank sends per step for dense bidirectional attention, forward and backward.
+
+    Under gradient checkpointing ulysses runs its all-to-all a third time: in the recomputation, or, where that does not run
+    attention again, for the tensors that the backward pass of attention needs by heads.
+    """
     from ds_cp.config import read
     from ds_cp.planner import ModelFacts, exchanged_bytes, resolve
 
     if name == "data parallel" or ranks == 1:
         return 0.0
-    last = name.rpartition(" ")[2]
-    method = last if last in ("ulysses", "ring", "allgather") else METHODS.get(name, "auto")
+    suffix = name.rpartition(" ")[2]
+    method = suffix if suffix in ("ulysses", "ring", "allgather") else METHODS.get(name, "auto")
     heads = (shape.heads, shape.kv_heads)
     plan = resolve(read({"size": ranks, "method": method}), ModelFacts("bench", (heads,)), ranks, "cpu")
     forward = exchanged_bytes(plan.ring, plan.ulysses, shape.seq_len // ranks, heads, (shape.head_dim,) * 2, 4)
@@ -140,41 +169,53 @@ FIGURES = {
     "peak_mib": "{:.0f}", "peak_ratio": "{:.2f}", "step_mib": "{:.0f}", "live_mib": "{:.1f}", "sent_mib": "{:.1f}",
     "formula_mib": "{:.1f}", "mfu": "{:.3f}", "loss": "{:.5f}",
 }  # fmt: skip
+"""Lines of the table: keys of :func:`summarise` and how their values are printed."""
 
 
 def bench_step(
-    ranks: Annotated[int, typer.Option(help="processes, one thread each; not more than cores")] = 2,
-    seq_len: Annotated[int, typer.Option(help="tokens of a row")] = 8192,
-    documents: Annotated[int, typer.Option(help="equal documents packed in the row")] = 1,
-    layers: Annotated[int, typer.Option()] = 4,
-    hidden: Annotated[int, typer.Option()] = 512,
-    heads: Annotated[int, typer.Option()] = 8,
-    kv_heads: Annotated[int, typer.Option()] = 2,
-    intermediate: Annotated[int, typer.Option()] = 1408,
-    vocab: Annotated[int, typer.Option()] = 32000,
-    zero_stage: Annotated[int, typer.Option()] = 2,
-    checkpointing: Annotated[bool, typer.Option()] = True,
-    steps: Annotated[int, typer.Option(help="timed steps per round, after one that warms up")] = 1,
-    rounds: Annotated[int, typer.Option(help="paired rounds, in fresh processes; medians are printed")] = 3,
+    ranks: Annotated[
+        int, typer.Option(help="Number of processes with one thread each, not more than there are cores.")
+    ] = 2,
+    seq_len: Annotated[int, typer.Option(help="Number of tokens of a row.")] = 8192,
+    documents: Annotated[int, typer.Option(help="Number of equal documents packed in the row.")] = 1,
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
+    heads: Annotated[int, typer.Option(help="Number of query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Number of key/value heads.")] = 2,
+    intermediate: Annotated[int, typer.Option(help="Intermediate size of the MLPs.")] = 1408,
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 32000,
+    zero_stage: Annotated[int, typer.Option(help="ZeRO stage.")] = 2,
+    checkpointing: Annotated[bool, typer.Option(help="Whether gradient checkpointing is on.")] = True,
+    steps: Annotated[int, typer.Option(help="Number of timed steps per round, after one that warms up.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Number of rounds in new processes, whose medians are printed.")] = 3,
     names: Annotated[
         str,
-        typer.Option("--contenders", help=f"of: {', '.join(BUILDERS)}; without it {DEFAULT}, and peers that can run"),
+        typer.Option(
+            "--contenders",
+            help=f"Comma-separated names of {', '.join(BUILDERS)}. Default: {DEFAULT}, and those of other packages that "
+            "can run on this machine.",
+        ),
     ] = "",
-    peak_tflops: Annotated[float, typer.Option(help="of one GPU, for the model FLOPs utilisation")] = 0.0,
-    output: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw speed and memory; needs matplotlib (extra: plot)")] = None,
+    peak_tflops: Annotated[
+        float, typer.Option(help="Peak TFLOP/s of one GPU, for the model FLOPs utilisation (mfu).")
+    ] = 0.0,
+    output: Annotated[Path | None, typer.Option(help="File to write the measurements to, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="File to draw speed and memory to; needs matplotlib (extra: plot).")
+    ] = None,
 ) -> None:
-    """Train a Llama-shaped model: time, tokens per second, peak memory per rank, bytes sent for attention.
+    """Measure the time, the tokens per second, the peak memory and the bytes sent of steps that train a Llama.
 
-    "speed ratio" and "peak ratio" compare with the first contender. "step" is the peak above what the idle engine holds,
-    "live" what a forward leaves for its backward. Data parallelism trains one whole row per rank and step.
+    "speed ratio" and "peak ratio" are relative to the first contender. "step" is the peak memory above that of the idle
+    engine, "live" the memory that a forward pass leaves for the backward pass. With data parallelism each rank trains one
+    full row per step; all other contenders share one row.
     """
     shape = TrainShape(
         seq_len, layers, hidden, heads, kv_heads, intermediate, vocab, documents, zero_stage, checkpointing
     )
     chosen = [name.strip() for name in (names or ",".join([DEFAULT, *peers.BUILDERS])).split(",")]
     if unknown := [name for name in chosen if name not in BUILDERS]:
-        raise typer.BadParameter(f"{unknown} not among {', '.join(BUILDERS)}")
+        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(BUILDERS)}")
     reasons = {name: peers.why_not(name, shape) for name in peers.BUILDERS}
     missing = {name: reason for name, reason in reasons.items() if reason}
     chosen = [name for name in chosen if name not in missing]
@@ -186,12 +227,13 @@ def bench_step(
     table = Table(title=f"{shape}, {ranks} ranks, median of {rounds}", title_justify="left")
     for column in ("", *results):
         table.add_column(column, justify="right" if column else "left")
-    for name, form in FIGURES.items():
-        table.add_row(name.replace("_", " "), *("-" if row[name] is None else form.format(row[name]) for row in rows))
+    for name, template in FIGURES.items():
+        cells = ["-" if row[name] is None else template.format(row[name]) for row in rows]
+        table.add_row(name.replace("_", " "), *cells)
     console.print(table)
     if documents > 1 and "UlyssesSPAttentionHF" in chosen:
         console.print(
-            "UlyssesSPAttentionHF with SDPA lets packed documents see each other: its loss is of another model."
+            "UlyssesSPAttentionHF with SDPA lets queries attend to other documents of a packed row, so its loss differs."
         )
     for name, reason in missing.items():
         console.print(f"{name}: not measured, {reason}.", soft_wrap=True)
