@@ -15,7 +15,9 @@ import torch
 
 from ds_cp.attention.kernels.windows import fit, launches
 from ds_cp.attention.ulysses import HeadSplit
-from ds_cp.mask.schedule import OPEN, Step, Tile, count
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.schedule import Step, count
+from ds_cp.mask.tile import Tile
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Region:
     @cached_property
     def positions(self) -> torch.Tensor:
         """Where each token stands inside its document, [B, S] int64."""
-        return self._on_device(self.documents.rank_in_document)
+        return self._on_device(self.documents.position_in_document)
 
     @cached_property
     def origin(self) -> torch.Tensor:

@@ -20,7 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from ds_cp.attention.exchange import Pair, as_heads, as_rows
 from ds_cp.attention.ulysses import HeadSharding, Tensors
 from ds_cp.layout import Run, slice_runs
-from ds_cp.mask.schedule import Step, Tile, count, intersect
+from ds_cp.mask.schedule import Step, count
+from ds_cp.mask.tile import Tile, intersect
 from ds_cp.process_group import Group
 
 

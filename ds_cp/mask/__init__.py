@@ -1,1 +1,1 @@
-"""What a query sees: documents and rules, and the schedule of rows and tiles that follows from them."""
+"""Which keys each query sees: documents and rules, and the schedule of rows and tiles that they lead to."""

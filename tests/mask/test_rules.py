@@ -23,7 +23,7 @@ def painted(rule, name, origin, row):
         seen = chunk[:, None] == chunk[None, :]
     elif isinstance(rule, Blocks):
         block = np.full(len(name), -1)
-        for start, stop, number in rule.rows[row if rule.by_row else 0]:
+        for start, stop, number in rule.rows[row if rule.differs_by_row else 0]:
             block[start:stop] = number
         seen = (block[:, None] == block[None, :]) & (block >= 0)[:, None]
     else:

@@ -10,7 +10,8 @@ import torch
 
 from ds_cp.attention.kernels.windows import Launch
 from ds_cp.attention.score import Score, TileCoordinates
-from ds_cp.mask.schedule import Step, Tile
+from ds_cp.mask.schedule import Step
+from ds_cp.mask.tile import Tile
 
 Work = Tile | Launch
 """What one call of a kernel computes."""

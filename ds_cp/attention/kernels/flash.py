@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ds_cp.attention.kernels.windows import Launch, fit, launches
 from ds_cp.attention.score import Score
-from ds_cp.mask.schedule import Tile
+from ds_cp.mask.tile import Tile
 
 
 class FlashKernel:

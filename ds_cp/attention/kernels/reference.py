@@ -7,7 +7,8 @@ from typing import Iterable, Sequence
 import torch
 
 from ds_cp.attention.score import Score
-from ds_cp.mask.schedule import OPEN, Tile, blocks
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.tile import Tile, blocks
 
 BLOCK = 1024
 """Queries and keys whose scores exist at once, per head."""

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from ds_cp.attention.kernels import available
 from ds_cp.attention.kernels.flash import FlashKernel
 from ds_cp.attention.score import Score
-from ds_cp.mask.schedule import OPEN, Tile, lower
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.tile import Tile, lower
 
 aten = torch.ops.aten
 

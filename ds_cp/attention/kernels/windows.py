@@ -13,7 +13,8 @@ from typing import Iterator, Sequence
 
 import torch
 
-from ds_cp.mask.schedule import OPEN, Tile
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.tile import Tile
 
 ALL = -1
 """An edge of a window that excludes nothing."""

@@ -21,7 +21,9 @@ from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.cli.model_argument import load_config
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL
-from ds_cp.mask.schedule import OPEN, Tile, schedule
+from ds_cp.mask.rules import OPEN
+from ds_cp.mask.schedule import schedule
+from ds_cp.mask.tile import Tile
 
 MATMUL_SHARE = 0.7
 """Share of a card's peak that the projections and MLPs of a layer reach; an assumption, typical of bf16 training."""
