@@ -43,7 +43,7 @@ class DeferredLogits:
         returned: Whether the caller of the model gets the logits, so that the loss computes and keeps them.
     """
 
-    # DeepSpeed's ZeRO-3 hooks warn of every output of a module whose class is not from "builtins" or torch
+    # DeepSpeed's ZeRO-3 hooks warn of every module output whose class is neither a tensor nor of the module "builtins"
     __module__ = "builtins"
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What a layer keeps for its backward pass, and where."""
+"""Less memory per token: layers and MLPs in chunks of tokens, activations in host memory, attention that is not recomputed."""

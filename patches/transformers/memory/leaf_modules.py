@@ -1,4 +1,8 @@
-"""Modules that run with another forward, inside of their call."""
+"""ZeRO-3 leaf modules: DeepSpeed gathers all weights of a leaf once per call of it, however often its submodules run.
+
+Modules that run in chunks must be leaves. Otherwise the number of gathers, which are collectives of all ranks, would follow
+from the length of the batch, which differs between data-parallel groups.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ from typing import Any, Callable, Iterable, Iterator
 import torch
 
 
-def bind(modules: Iterable[torch.nn.Module], forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give modules another forward, and make each a leaf; returns what undoes it.
+def bind_leaves(modules: Iterable[torch.nn.Module], forward: Callable[..., Any]) -> Callable[[], None]:
+    """Bind a forward to modules and make them leaves; returns what undoes it.
 
     Args:
-        forward: takes the module first.
+        forward: Called with the module and the arguments of its call.
     """
     bound = [*modules]
     undo_leaves = make_leaves(bound)
@@ -28,41 +32,41 @@ def bind(modules: Iterable[torch.nn.Module], forward: Callable[..., Any]) -> Cal
 
 
 def make_leaves(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
-    """Make modules *leaves* for ZeRO-3, which then gathers the weights of each once around its call, however often its parts
-    run. Returns what undoes it."""
-    bound = [(module, vars(module).get("_z3_leaf")) for module in modules]
-    handles = [module.register_forward_pre_hook(_with_gradient) for module, _ in bound]
-    for module, _ in bound:
-        module._z3_leaf = True  # what DeepSpeed's set_z3_leaf_modules sets; it is read when an engine is made
+    """Make modules ZeRO-3 leaves; returns what undoes it. DeepSpeed reads the mark when an engine is built."""
+    marked: list[tuple[Any, bool | None]] = [(module, vars(module).get("_z3_leaf")) for module in modules]
+    handles = [module.register_forward_pre_hook(_require_input_grad) for module, _ in marked]
+    for module, _ in marked:
+        module._z3_leaf = True  # what deepspeed.utils.set_z3_leaf_modules sets
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        for module, leaf in bound:
+        for module, was_leaf in marked:
             module.__dict__.pop("_z3_leaf", None)
-            if leaf is not None:
-                module._z3_leaf = leaf
+            if was_leaf is not None:
+                module._z3_leaf = was_leaf
 
     return undo
 
 
-def _with_gradient(module: torch.nn.Module, args: tuple) -> tuple | None:
-    """An input that asks for a gradient, where a leaf learns and nothing before it does (adapters on frozen embeddings).
+def _require_input_grad(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Let the input require grad if the leaf has trainable weights and nothing before it has (adapters on frozen embeddings).
 
-    DeepSpeed reduces a leaf's gradients in a full backward hook. torch calls that when the input's gradient is known, and
-    where none is asked for at once: before the leaf has any.
+    DeepSpeed reduces the gradients of a leaf in a full backward hook. torch calls that hook when the gradient of the input is
+    known. Without one it calls the hook at the start of the module's backward pass, before the leaf has any gradients.
     """
     if not torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor) or args[0].requires_grad:
         return None
-    if any(parameter.requires_grad for parameter in _reduced_with(module)):
-        return _asking(args[0]), *args[1:]
+    if any(parameter.requires_grad for parameter in _parameters_of_leaf(module)):
+        return _requiring_grad(args[0]), *args[1:]
     return None
 
 
-def _reduced_with(leaf: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+def _parameters_of_leaf(leaf: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that DeepSpeed reduces in the hook of this leaf; none without ZeRO-3."""
     return (each for each in leaf.parameters() if getattr(each, "ds_z3_leaf_module", None) is leaf)
 
 
 @torch.compiler.disable
-def _asking(x: torch.Tensor) -> torch.Tensor:
+def _requiring_grad(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()

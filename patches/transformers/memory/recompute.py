@@ -1,10 +1,9 @@
-"""Gradient checkpointing: layers are recomputed in the backward pass, in the region of their forward; their attention is
-not.
+"""Gradient checkpointing: a recomputed layer runs in the region of its forward pass, and its attention is not computed again.
 
-Every layer of transformers is checkpointed by its attribute ``_gradient_checkpointing_func``, whoever sets it and when:
-the model, Trainer, or the user with another kind of checkpointing. Before each forward what stands there is wrapped, so
-that each run of a layer knows its region, and has something to keep its attention in (:mod:`ds_cp.attention.saved_attention`). A
-checkpoint around anything else recomputes all of it, as ever, and layers that get no mask, recurrent ones, refuse it.
+The layers of transformers call their attribute ``_gradient_checkpointing_func``, which the model, Trainer or the user has set.
+Before each forward pass of a stack, a wrapper replaces it in all layers. The wrapper runs the layer with a record of the
+region and with a place to save its attention (:mod:`ds_cp.attention.saved_attention`). A checkpoint around anything else
+recomputes all of it, attention included; recurrent layers, which get no mask that names their region, refuse it.
 """
 
 from __future__ import annotations
@@ -24,87 +23,98 @@ from ds_cp.region import Region
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 
+MakeSaved = Callable[[], SavedAttention | None]
+"""Makes the place where one run of a layer saves its attention; None to compute attention again."""
 
-def attach(stack: torch.nn.Module, keeps: bool, offloads: bool) -> Callable[[], None]:
-    """Tell a stack's checkpointed layers where they run; returns what undoes it.
+
+def attach(stack: torch.nn.Module, saves_attention: bool, offloads: bool) -> Callable[[], None]:
+    """Wrap the checkpoint functions of a stack before each of its forward passes; returns what undoes it.
 
     Args:
-        stack: a decoder or encoder.
-        keeps: whether their attention is kept.
-        offloads: whether it waits in host memory, as the layers' inputs then do.
+        stack: A decoder or encoder.
+        saves_attention: Whether the attention of checkpointed layers is saved instead of computed again.
+        offloads: Whether saved attention goes to host memory, as the layers' inputs do.
     """
-    make = (
-        (
-            partial(SavedAttention, offload_activations.to_host, offload_activations.from_host)
-            if offloads
-            else SavedAttention
-        )
-        if keeps
-        else _nothing_kept
-    )
-    handle, alive = stack.register_forward_pre_hook(partial(_before_stack, make)), weakref.ref(stack)
+    make_saved: MakeSaved
+    if not saves_attention:
+        make_saved = _no_saved_attention
+    elif offloads:
+        make_saved = partial(SavedAttention, offload_activations.to_host, offload_activations.from_host)
+    else:
+        make_saved = SavedAttention
+    handle = stack.register_forward_pre_hook(partial(_wrap_checkpoint_functions, make_saved))
+    stack_ref = weakref.ref(stack)
 
     def undo() -> None:
         handle.remove()
-        for module in _checkpointed(alive()):
+        for module in _checkpointed_modules(stack_ref()):
             function = module.__dict__[ATTRIBUTE]
-            if _is_ours(function):
+            if _is_wrapper(function):
                 setattr(module, ATTRIBUTE, function.args[0])
 
     return undo
 
 
 @torch.compiler.disable
-def _before_stack(make: Callable, stack: torch.nn.Module, args: tuple) -> None:
-    # bound to no model: a deep copy's hook wraps the copy's layers
+def _wrap_checkpoint_functions(make_saved: MakeSaved, stack: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    # uses the stack of the call: the hook of a deep copy must wrap the layers of the copy
     if stack.training and torch.is_grad_enabled():
-        for module in _checkpointed(stack):
+        for module in _checkpointed_modules(stack):
             function = module.__dict__[ATTRIBUTE]
             if not _is_wrapped(function):
-                setattr(module, ATTRIBUTE, partial(_checkpoint, function, make))
+                setattr(module, ATTRIBUTE, partial(_checkpoint, function, make_saved))
 
 
-def _checkpointed(stack: torch.nn.Module | None) -> list[torch.nn.Module]:
+def _checkpointed_modules(stack: torch.nn.Module | None) -> list[torch.nn.Module]:
     return [] if stack is None else [module for module in stack.modules() if ATTRIBUTE in module.__dict__]
 
 
-def _is_ours(function: Any) -> bool:
+def _is_wrapper(function: Any) -> bool:
     return isinstance(function, partial) and function.func is _checkpoint
 
 
 def _is_wrapped(function: Any) -> bool:
-    """Whether ours is among what a function calls, through any number of partials."""
+    """Whether a function calls the wrapper, through any number of partials."""
     if not isinstance(function, partial):
         return False
-    return _is_ours(function) or any(_is_wrapped(inner) for inner in (function.func, *function.args))
+    return _is_wrapper(function) or any(_is_wrapped(inner) for inner in (function.func, *function.args))
 
 
-def _checkpoint(checkpoint: Callable, make: Callable, layer: Callable, *args: Any, **kwargs: Any) -> Any:
-    """One run of a layer under a checkpoint function. What it keeps lives as long as the checkpoint holds the layer."""
+def _checkpoint(
+    checkpoint: Callable[..., Any], make_saved: MakeSaved, layer: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The wrapper: call a checkpoint function with a layer that knows its region. Saved attention lives as long as the checkpoint
+    refers to that layer."""
     region = current_region()
-    return checkpoint(partial(_run, make(), region, layer) if region else layer, *args, **kwargs)
+    return checkpoint(partial(_run, make_saved(), region, layer) if region else layer, *args, **kwargs)
 
 
-def _run(saved: SavedAttention | None, region: Region, layer: Callable, *args: Any, **kwargs: Any) -> Any:
+def _run(saved: SavedAttention | None, region: Region, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer in its region, in the forward pass or again in the backward pass."""
     if saved is None:
         with running_layer(layer, region):
             return layer(*args, **kwargs)
-    run, args, kwargs = _with_saved(saved, layer, args, kwargs)
+    run, args, kwargs = _with_saved_attention(saved, layer, args, kwargs)
     with saved.run(), running_layer(layer, region):
         return run(*args, **kwargs)
 
 
-def _with_saved(saved: SavedAttention, layer: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """A layer and its arguments, whose masks lead attention to ``saved``; transformers binds keywords to the layer."""
+def _with_saved_attention(
+    saved: SavedAttention, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A layer and its arguments, with masks whose calls save attention in ``saved``.
 
-    def lead(mask: MaskDescriptor) -> MaskDescriptor:
+    transformers binds keyword arguments to the layer with ``functools.partial``.
+    """
+
+    def save_there(mask: MaskDescriptor) -> MaskDescriptor:
         return replace(mask, call=replace(mask.call, saved=saved))
 
     if isinstance(layer, partial):
-        bound = map_masks((layer.args, layer.keywords), lead)
-        layer = partial(layer.func, *bound[0], **bound[1])
-    return layer, *map_masks((args, kwargs), lead)
+        args_of_layer, kwargs_of_layer = map_masks((layer.args, layer.keywords), save_there)
+        layer = partial(layer.func, *args_of_layer, **kwargs_of_layer)
+    return layer, *map_masks((args, kwargs), save_there)
 
 
-def _nothing_kept() -> None:
-    """Instead of :class:`SavedAttention`, where attention runs again."""
+def _no_saved_attention() -> None:
+    return None
