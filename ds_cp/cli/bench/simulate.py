@@ -20,8 +20,7 @@ from ds_cp import balance, cost
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.cli.model_argument import load_config
 from ds_cp.mask.documents import Documents
-from ds_cp.mask.rules import CAUSAL
-from ds_cp.mask.rules import OPEN
+from ds_cp.mask.rules import CAUSAL, OPEN
 from ds_cp.mask.schedule import schedule
 from ds_cp.mask.tile import Tile
 

@@ -17,8 +17,7 @@ from ds_cp.attention.score import Score
 from ds_cp.cli.bench import in_process
 from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
-from ds_cp.mask.rules import CAUSAL, Band
-from ds_cp.mask.rules import OPEN
+from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.mask.schedule import schedule
 from harness.attention import block_inputs, packed_steps
 from harness.flash_stand_in import SIGNATURES, VERSIONS, make_kernel, stand_in

@@ -10,8 +10,7 @@ from ds_cp.attention.kernels.reference import ReferenceKernel
 from ds_cp.attention.kernels.windows import ALL, launches, split_to_windows
 from ds_cp.attention.score import Score
 from ds_cp.mask.documents import Documents
-from ds_cp.mask.rules import CAUSAL, Band
-from ds_cp.mask.rules import OPEN
+from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.mask.schedule import find_tiles
 from ds_cp.mask.tile import Tile
 from harness.attention import block_inputs, packed_steps
