@@ -1,4 +1,4 @@
-"""Settings for every test: one thread per process, the CPU, no network, the harness importable."""
+"""Settings for all tests: one thread per process, CPU, no network, `tests/` on sys.path."""
 
 import os
 import shutil
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports torch or deepspeed: ranks are forked from this process and inherit all of it.
+# Before torch or deepspeed is imported. Ranks are forked from this process and inherit its environment.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ["OMP_NUM_THREADS"] = "1"  # an OpenMP pool does not survive a fork
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does a pool of compilers
+os.environ["OMP_NUM_THREADS"] = "1"  # threads of an OpenMP pool do not survive a fork
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor do those of a pool of compilers
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")

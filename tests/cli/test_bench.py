@@ -3,12 +3,15 @@
 import json
 import math
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from ds_cp.cli.bench import peers
+from ds_cp import cli
+from ds_cp.cli.bench import attention, peers, scaling, step
 from ds_cp.cli.bench.contenders import build_model
 from ds_cp.cli.bench.probes import LiveStorages
 from ds_cp.cli.bench.shape import TrainShape
@@ -83,6 +86,19 @@ def two_steps_by_a_function(chunks):
 
     contender = peers.AttentionFunction(SHAPE, attention, chunks)
     return [contender.step() for _ in range(2)]
+
+
+def test_bench_without_a_subcommand_runs_all_measurements_with_their_defaults(monkeypatch, tmp_path):
+    runs = []
+    for module, name in ((attention, "bench_attention"), (step, "bench_step"), (scaling, "bench_scaling")):
+
+        def measurement(ranks: int = 2, output: Path | None = None, plot: Path | None = None):
+            runs.append((ranks, output.name))
+
+        monkeypatch.setattr(module, name, measurement)
+    done = CliRunner().invoke(cli.app(), ["bench", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.exception
+    assert runs == [(2, "attention.json"), (2, "step.json"), (2, "scaling.json")]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Sizes of tiny models by type. A new model type is one new line in TYPES."""
 
-# How each type spells the sizes of ModelSpec, and what else makes it small, deterministic and plainly causal.
+# The names of the sizes of ModelSpec in each type, and settings that make it small, deterministic and causal.
 COMMON = dict(
     hidden_size="{hidden}", intermediate_size="{mlp}", num_hidden_layers="{layers}", vocab_size="{vocab}",
     num_attention_heads="{heads}", num_key_value_heads="{kv_heads}", max_position_embeddings=256,
@@ -58,5 +58,5 @@ TYPES = {
     "mpt": dict(d_model="{hidden}", n_heads="{heads}", n_layers="{layers}", vocab_size="{vocab}", max_seq_len=256,
                 expansion_ratio=2, initializer_range=0.15, pad_token_id=None, bos_token_id=None, eos_token_id=None),
 }  # fmt: skip
-TRUE_ATTENTION = {"falcon": "sdpa"}  # transformers' eager falcon adds its ALiBi twice, in the mask and by itself
+TRUE_ATTENTION = {"falcon": "sdpa"}  # eager attention of falcon adds ALiBi twice
 TYPES_WITHOUT_KV_HEADS = {"gpt2"}

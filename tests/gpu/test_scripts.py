@@ -1,4 +1,4 @@
-"""The scripts that wait for a card run without one: a dry run must not rot."""
+"""Dry runs of the GPU scripts on CPU."""
 
 import json
 import os
@@ -13,7 +13,7 @@ GPU = Path(__file__).parent
 
 def dry_run(script, *arguments):
     command = [sys.executable, str(GPU / script), "--device", "cpu", *map(str, arguments)]
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # test_merge.py compiles
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # compilation is tested in test_merge.py
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -31,7 +31,7 @@ def test_every_part_is_measured(tmp_path):
     assert [line["merge"] for line in found["merge"]] == ["pass by pass", "fused"]
     losses = {(line["mode"], line["tokens"]): line["verdict"] for line in found["longest"]}
     assert len(losses) == 6 and {loss.split()[0] for loss in losses.values()} == {"loss"}
-    for tokens in (64, 128):  # every way trains the same model
+    for tokens in (64, 128):  # all modes train the same model
         assert len({losses[mode, tokens] for mode, length in losses if length == tokens}) == 1
     assert all(f"\n{part}\n\n| " in text for part in ("attention", "merge", "longest"))
 

@@ -1,4 +1,4 @@
-"""Attention of ranks that are threads of one process, and attention of the whole sequence written out."""
+"""Attention on ranks that are threads of one process, and attention of the whole sequence from its definition."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from ds_cp.process_group import Group
 
 
 def visible(documents: list[list[int]], rule) -> torch.Tensor:
-    """[B, S, S] of what each query may see, from document lengths and a band alone."""
+    """Dense mask [B, S, S] from document lengths and a band."""
     rows = []
     for lengths in documents:
         name = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -65,7 +65,7 @@ def positions_of(documents):
 
 
 def shared_attention(q, k, v, grad_out, documents, rule, layout, kernel_name, ahead=1, scale=0.3, score=None):
-    """Output and gradients of all ranks, put together again (the sinks' last, if any), and the bytes sent."""
+    """Output and gradients of the whole sequence, gathered from all ranks, and the bytes sent. With sinks, their gradient is last."""
     found = Documents.find(q.size(0), q.size(2), positions=positions_of(documents))
     segments = found.segments(rule)
     score = score or Score(scale)
@@ -95,7 +95,7 @@ def shared_attention(q, k, v, grad_out, documents, rule, layout, kernel_name, ah
 
 
 def one_process(q, k, v, grad_out, documents, rule, scale=0.3, may_see=None, sinks=None, **rules):
-    """The same from the formulas."""
+    """Output and gradients of the whole sequence from the definition of attention."""
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
     may_see = visible(documents, rule) if may_see is None else may_see
@@ -105,7 +105,7 @@ def one_process(q, k, v, grad_out, documents, rule, scale=0.3, may_see=None, sin
 
 
 def assert_equal(got, want, tolerance):
-    everything = torch.stack([b.norm() for b in want]).norm()  # an exact zero gradient has no size of its own
+    everything = torch.stack([b.norm() for b in want]).norm()  # the scale of a gradient that is exactly zero
     for name, a, b in zip(("out", "dq", "dk", "dv", "d sinks"), got, want, strict=False):
         assert (a - b).norm() <= tolerance * max(b.norm(), 1e-3 * everything), f"{name}: {(a - b).norm():.1e}"
 

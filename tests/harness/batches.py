@@ -1,4 +1,4 @@
-"""Batches as data: what the model is given, and which documents it consists of in truth."""
+"""Batches: the arguments of the model, and the documents that they consist of."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ import torch
 from harness.models import VOCAB
 
 IGNORE = -100
-NUM_ITEMS = 19  # what a user says who accumulates: not the number of tokens in this batch
+NUM_ITEMS = 19  # as with gradient accumulation: not the number of tokens in this batch
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens `start:stop` of one row belong together; the first has the position id `position`."""
+    """A document: tokens `start:stop` of one row. `position` is the position id of its first token."""
 
     row: int
     start: int
@@ -24,7 +24,7 @@ class Document:
 class Batch:
     inputs: dict  # the arguments of the model's forward
     documents: list
-    targets: torch.Tensor  # [row, t]: which token the logits at t must predict, or IGNORE
+    targets: torch.Tensor  # [row, t]: the token that the logits at t must predict, or IGNORE
 
     @property
     def valid_tokens(self):
@@ -40,16 +40,16 @@ class BatchSpec:
     length: int = 37
     labels: str = "all"
     seed: int = 0
-    turn: int = 0  # packed rows begin with the document at this index: other packings of the same length
+    turn: int = 0  # rotates the documents of packed rows: other packings of the same length
     documents: tuple = ()  # lengths of every packed row's documents, instead of DOCUMENT_LENGTHS
     extras: tuple = ()  # of "shift_labels", "num_items_in_batch", "num_items_in_batch as a tensor", "no items"
 
 
-# ---- which documents a row holds: lengths as data, the last one takes what is left -------------------------
+# ---- documents of a row: their lengths; the last document takes the rest ----------------------------------
 
 # With 64 tokens the borders of 2 and 4 contiguous shards and of 4 zigzag chunks are multiples of 16: document
-# boundaries lie on them (16, 32) and inside them. One-token documents come alone, in pairs, first and last.
-# The last row's long document spans three shards.
+# boundaries lie on them (16, 32) and between them. One-token documents occur alone, in pairs, first and last.
+# The long document of the last row spans three shards.
 DOCUMENT_LENGTHS = [
     [1, 10, 5, 16, 1, 1, 7],
     [9, 1, 22, 3],
@@ -70,11 +70,11 @@ def _documents_of_packed_rows(rows, length, turn=0, documents=()):
 
 
 def _padding_of(row, length):
-    """The first row of a padded batch loses a third, the second nothing, the third two thirds."""
+    """Padding: a third of the first row, none of the second, two thirds of the third."""
     return [length // 3, 0, 2 * length // 3][row % 3] if length >= 3 else 0
 
 
-# ---- kinds of batches: each says its documents and what the model sees of them -----------------------------
+# ---- kinds of batches: functions that return the documents and the arguments that describe them ------------
 
 
 def _dense(rows, length):
@@ -92,7 +92,7 @@ def _packed_with_ones_mask(rows, length):
 
 
 def _packed_by_cu_seq_lens(rows, length):
-    """Positions do not restart: only the cumulated lengths, of one row, say where a document ends."""
+    """Positions do not restart: only the cumulative lengths of the row mark the documents."""
     assert rows == 1, "cu_seq_lens describe one flattened row"
     documents = [Document(d.row, d.start, d.stop, position=d.start) for d in _documents_of_packed_rows(1, length)]
     bounds = torch.tensor([0] + [d.stop for d in documents], dtype=torch.int32)
@@ -120,7 +120,7 @@ def _right_pad(rows, length):
 
 
 def _left_pad(rows, length):
-    """Without position_ids transformers counts from the row's first pad: a document keeps that offset."""
+    """Without position_ids, transformers counts positions from the start of the row, including padding."""
     pads = [_padding_of(row, length) for row in range(rows)]
     documents = [Document(row, pad, length, position=pad) for row, pad in enumerate(pads)]
     return documents, {"attention_mask": _mask_of(documents, rows, length)}
@@ -137,13 +137,13 @@ KINDS = {
     "left_pad": _left_pad,
 }
 
-# ---- which labels count: fractions of the row, as data -----------------------------------------------------
+# ---- valid labels, as fractions of the row ----------------------------------------------------------------
 
 LABELS = {
     "all": (0, 1),
-    "first_eighth": (0, 1 / 8),  # of up to 4 ranks only rank 0 has valid labels, in every layout
+    "first_eighth": (0, 1 / 8),  # with up to 4 ranks, only rank 0 has valid labels, in every layout
     "last_eighth": (7 / 8, 1),  # only the last contiguous shard, only rank 0 under zigzag
-    "middle": (7 / 16, 9 / 16),  # only the last rank under zigzag, about the border of contiguous shards
+    "middle": (7 / 16, 9 / 16),  # only the last rank under zigzag; around a border of contiguous shards
     "none": (0, 0),
     "documents_predict_the_next_document": (0, 1),  # the first token of a document keeps its label
 }
@@ -156,7 +156,7 @@ def make(spec):
     ids = torch.randint(0, VOCAB, (spec.rows, spec.length), generator=generator)
     labels = torch.full_like(ids, IGNORE)
     for document in documents:
-        # A packed document's first token has no target before it; nor has the first after left padding.
+        # The first token of a document is not predicted, neither in a packed row nor after left padding.
         first = document.start + (spec.labels != "documents_predict_the_next_document")
         labels[document.row, first : document.stop] = ids[document.row, first : document.stop]
     start, stop = (round(fraction * spec.length) for fraction in LABELS[spec.labels])
@@ -166,7 +166,7 @@ def make(spec):
     targets[:, :-1] = labels[:, 1:]
     inputs = {"input_ids": ids, "labels": labels} | seen
     if "shift_labels" in spec.extras:
-        targets[:, ::3] = IGNORE  # so that obeying `labels` gives another loss
+        targets[:, ::3] = IGNORE  # so that using `labels` instead gives another loss
         inputs["shift_labels"] = targets
     if "num_items_in_batch" in spec.extras:
         inputs["num_items_in_batch"] = NUM_ITEMS

@@ -1,4 +1,4 @@
-"""Words that tests of several files share about their cases."""
+"""Configs and test ids of cases."""
 
 import re
 
@@ -10,5 +10,5 @@ def config_of(method, size, layout="zigzag", kernel="torch"):
 
 
 def name_of(case):
-    """A test id out of the values of a case."""
+    """A test id from the values of a case."""
     return re.sub(r"torch\.|[' ]", "", "-".join(map(str, case.values())))

@@ -1,4 +1,4 @@
-"""One optimizer step with a DeepSpeed engine, the key in its JSON, and what came of it."""
+"""One optimizer step with a DeepSpeed engine: losses, reduced gradients and updates."""
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  initialize imports it: 4 s that no forked rank should pay
@@ -7,12 +7,12 @@ from deepspeed.utils import safe_get_full_grad
 
 from harness import batches, models, oracle, subject
 
-LEARNING_RATE = 10.0  # large: an update then shows the gradient to seven digits
+LEARNING_RATE = 10.0  # large, so that the update determines the gradient to seven digits
 SGD = {"type": "SGD", "params": {"lr": LEARNING_RATE}}
 
 
 def json_config(context_parallel, stage, rows=1, accumulation=1, dp=1, **more):
-    """A DeepSpeed config as a user writes it; `more` replaces keys, and adds to `zero_optimization`."""
+    """A DeepSpeed config. `more` replaces keys and is merged into `zero_optimization`."""
     zero = {"stage": stage, "reduce_bucket_size": 5000}  # small: several buckets even for a tiny model
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5000}
@@ -33,14 +33,14 @@ def json_config(context_parallel, stage, rows=1, accumulation=1, dp=1, **more):
 
 
 def activate():
-    """What importing torch does where ds_cp is installed."""
+    """What `import torch` does when ds_cp is installed."""
     from ds_cp import _autoload
 
     _autoload.activate()
 
 
 def initialize(config, model):
-    """The engine, as every user gets it."""
+    """The engine of ``deepspeed.initialize``."""
     activate()
     engine, *_ = deepspeed.initialize(model=model, config=config)
     assert engine.train_batch_size() == config["train_batch_size"]
@@ -48,7 +48,7 @@ def initialize(config, model):
 
 
 def step(engine, inputs_of_micro_batches):
-    """Losses of the micro-batches, the reduced gradients, and the update that the weights took, over -lr."""
+    """Losses of the micro-batches, reduced gradients, and updates of the weights divided by -lr."""
     before = full_weights(engine.module)
     losses = []
     for index, inputs in enumerate(inputs_of_micro_batches):
@@ -81,9 +81,10 @@ def full_gradients(model):
 
 
 def check(results, truth, losses_of_groups, rounding=0.0):
-    """On every rank its group's losses, the reduced gradients and the weights' update are exact (C1).
+    """Compare losses, reduced gradients and updates of every rank with the truth.
 
-    `rounding`: of one process in fp32, for models in which sums cancel, so that it costs one process as much.
+    Args:
+        rounding: the error of one process in fp32, for models whose gradients have large rounding errors.
     """
     tolerance = max(oracle.TOLERANCE[torch.float32], 1.5 * rounding)
     size = len(results) // len(losses_of_groups)

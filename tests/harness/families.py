@@ -1,4 +1,4 @@
-"""Every causal LM type of the installed transformers: compared with one process, or refused; nothing else counts."""
+"""Outcome of every causal LM type of the installed transformers: compared with one process, or refused."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ SECONDS = 50
 
 @contextlib.contextmanager
 def in_double():
-    """fp64 throughout: also where a model makes a tensor of the default dtype."""
+    """Compute in fp64, including tensors that a model creates with the default dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         with TransformersInDouble():
@@ -33,7 +33,7 @@ PACKED_REFUSED = "does not pass position_ids on"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one type: "exact", "refused", "wrong", "not built"."""
+    """The outcome of one type: "exact", "refused", "wrong" or "not built"."""
 
     type: str
     verdict: str
@@ -47,12 +47,12 @@ def causal_lm_types():
 
 
 def build(model_type, config=None):
-    """A tiny model of the type, with norms and biases that matter."""
+    """A tiny model of the type with random norms and biases."""
     torch.manual_seed(0)
     model = causal_lm(
         config or tiny_config(model_type),
         attn_implementation="eager",
-        experts_implementation="eager",  # the grouped matmul knows no fp64
+        experts_implementation="eager",  # the grouped matmul does not support fp64
         dtype=torch.float32,
     )
     with torch.no_grad():
@@ -63,9 +63,9 @@ def build(model_type, config=None):
 
 
 def missing_kinds(model_type, tiny):
-    """Classes of the default-size model's modules that the tiny one does not have; it is built without memory.
+    """Classes of modules of the default-size model, built on the meta device, that the tiny model does not have.
 
-    What timm brings, an image tower as a whole, is not looked into.
+    Modules inside of a tower of timm are ignored.
     """
     return sorted(_kinds(empty_model(model_type)) - _kinds(tiny))
 
@@ -77,7 +77,7 @@ def _kinds(module):
 
 
 def outcome(model_type):
-    """Run on every rank: what becomes of the type, with the methods that this many ranks are for."""
+    """The outcome of a type; runs on every rank, with the methods for this number of ranks."""
     import ds_cp
     from ds_cp.agreement import BatchError
     from ds_cp.config import ConfigError
@@ -96,7 +96,7 @@ def outcome(model_type):
         missing = missing_kinds(model_type, model)
         dense, packed = compare.causal_lm_batches(model, VOCAB)
         truths = {"dense": compare.reference(model, dense, in_double)}
-    except Exception as error:  # not a fault of ds_cp: the tiny config does not build or run without it
+    except Exception as error:  # the tiny model does not run without ds_cp either
         return Outcome(model_type, "not built", _first_line(error))
     if missing:
         return Outcome(model_type, "not built", f"the tiny model has no {', '.join(missing)}")
@@ -130,7 +130,7 @@ def outcome(model_type):
 
 
 def _exact_in_double(model, method, batch, error):
-    """Whether an error that is small, but larger than one process's own, is rounding: gradients that are zero in truth."""
+    """Whether a small error is rounding, as for gradients that are zero: the error in fp64 is below 1e-9."""
     import ds_cp
 
     if not error < 1e-4:
@@ -147,20 +147,20 @@ def _exact_in_double(model, method, batch, error):
 
 
 def shared_forwards(model):
-    """How many forwards of an attached model were shared so far."""
+    """Number of sharded forwards of an attached model."""
     from ds_cp.patches.transformers import attach
 
     return attach.attachment(model).forwards
 
 
 def refused_at_start(model_type):
-    """The refusal of a model of real size, built without memory: start-up looks at modules, not at numbers."""
+    """The refusal of a model of default size on the meta device, or None."""
     from ds_cp.config import ConfigError
     from ds_cp.patches.transformers import support
 
     try:
         model = empty_model(model_type)
-    except Exception:  # transformers itself cannot build it
+    except Exception:  # transformers cannot build it
         return None
     try:
         support.check_model(model, "allow")

@@ -1,4 +1,4 @@
-"""Modules with the exact signatures of the FlashAttention packages, computing by formulas on the CPU in any dtype.
+"""Modules with the exact signatures of the FlashAttention packages that compute attention on the CPU in any dtype.
 
 A signature comes from tests/data/flash_signatures.json and is compiled as it stands, so that a call with an argument
 too many, too few or renamed fails as it would in the package; from 2.7 on the functions are torch custom operators, as
@@ -54,7 +54,7 @@ def _function(kernel: str, version: str, name: str, signature: dict[str, Any], c
 
 
 def _known(parameters: str) -> str:
-    """The packages' own types mean nothing here."""
+    """Replace types of the packages by `object`."""
     for word in ("BlockSparseTensorsTorch", "SchedulerMetadataTensorsTorch"):
         parameters = parameters.replace(word, "object")
     return parameters
@@ -65,7 +65,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call:
-    """One call's arguments under one name each, checked, document by document."""
+    """The checked arguments of a call, under the same names for all packages."""
 
     def __init__(self, kernel: str, version: str, arguments: dict[str, Any]):
         self.two = kernel == "flash_attention_2"
@@ -107,24 +107,24 @@ class _Call:
             )
 
     def documents(self) -> list[tuple[slice, slice]]:
-        """(queries, keys) of each document; one of all rows without cu_seqlens."""
+        """(queries, keys) of each document; one document without cu_seqlens."""
         if not self.several:
             return [(slice(None), slice(None))]
         q, k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         return [(slice(*a), slice(*b)) for a, b in zip(zip(q, q[1:]), zip(k, k[1:]))]
 
     def rows(self, name: str, part: slice) -> torch.Tensor:
-        """[B, H, m, d] of one document, in fp32 at least."""
+        """[B, H, m, d] of one document, in fp32 or fp64."""
         x = self.arguments[name]
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return (x[part].unsqueeze(0) if self.several else x).transpose(1, 2)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores under the window, their derivative by q k^T), [B, H, m, n]."""
+        """(masked scores, their derivative with respect to q k^T), each [B, H, m, n]."""
         m, n = q.size(-2), k.size(-2)
         left, right = self.window
         longest = self.max_seqlen_k if self.several else n
-        if self.two:  # as csrc/flash_attn/flash_api.cpp does
+        if self.two:  # as in csrc/flash_attn/flash_api.cpp
             left, right = (-1 if edge >= longest else edge for edge in (left, right))
         right = 0 if self.causal else right
         if self.two and left >= 0 and right < 0:

@@ -1,4 +1,4 @@
-"""Models with any head beside one process: the same weights, the same batch, every output and every gradient."""
+"""Models with any task head: every output and every gradient compared with one process."""
 
 import torch
 import transformers
@@ -12,13 +12,13 @@ ROWS = 2
 
 
 def build(class_name, model_type, dtype=torch.float64, attention="eager", **overrides):
-    """The same weights for the same arguments; in training mode."""
+    """A tiny model in training mode; equal arguments give equal weights."""
     torch.manual_seed(0)
     config = tiny_config(model_type, **overrides)
     for name in ("encoder_layerdrop", "decoder_layerdrop"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    config.pad_token_id = 0  # heads that pool look for the last token that is none
+    config.pad_token_id = 0  # pooling heads use the last token that is not padding
     model = getattr(transformers, class_name)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     models._make_every_parameter_matter(model)
     return model.to(dtype).train()
@@ -29,15 +29,15 @@ def tokens(rows=ROWS, length=LENGTH, seed=1):
 
 
 def padding(side, rows=ROWS, length=LENGTH):
-    """The first row is whole, the second loses 13 tokens."""
+    """A mask with no padding in the first row and 13 positions in the others."""
     index, lost = torch.arange(length), 13
     short = index < length - lost if side == "right" else index >= lost
     return torch.stack([torch.ones(length, dtype=torch.bool), *[short] * (rows - 1)]).long()
 
 
 def outputs(model, inputs, seen=None):
-    """Loss, every other tensor that comes back by name, and gradients. Without a loss of its own: the mean squares of all
-    that comes back."""
+    """Loss, returned tensors by name, and gradients. Without a returned loss, the loss is the sum of the mean squares of
+    the returned tensors."""
     out = model(**inputs)
     loss = getattr(out, "loss", None)
     if loss is None:
@@ -47,7 +47,7 @@ def outputs(model, inputs, seen=None):
 
 
 def _seen(value, seen):
-    """Without padding, where the value is per token."""
+    """`value` without padding, if it is per token."""
     return value[seen] if seen is not None and value.shape[: seen.dim()] == seen.shape else value
 
 
@@ -64,12 +64,12 @@ def _flat(out, prefix=""):
 
 
 def precision(checkpointing):
-    """The mode that keeps fp64 in transformers' code does not reach the backward pass, where layers run again."""
+    """fp32 with checkpointing, since the mode that keeps fp64 is inactive where the backward pass recomputes layers."""
     return torch.float64 if checkpointing is None else torch.float32
 
 
 def shared(make, config, inputs, checkpointing=None, seen=None):
-    """The same on an attached model, on every rank."""
+    """`outputs` of an attached model; runs on every rank."""
     import ds_cp
 
     model = make(dtype=precision(checkpointing))
@@ -80,7 +80,7 @@ def shared(make, config, inputs, checkpointing=None, seen=None):
 
 
 def check(workers, make, config, inputs, checkpointing=None, seen=None, tolerance=1e-9):
-    """`seen`: [rows, S] bool, where hidden states and logits per token mean something (no padding)."""
+    """Compare with one process. `seen`: [rows, S] bool, false at padding, where outputs per token are undefined."""
     tolerance = tolerance if checkpointing is None else 1e-5
     with subject.in_full_precision(precision(checkpointing)):
         loss, tensors, gradients = outputs(make(dtype=precision(checkpointing)), inputs, seen)

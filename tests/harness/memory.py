@@ -1,15 +1,15 @@
-"""What a training step holds, in storages, not in the memory of a process."""
+"""Memory of a training step, counted in torch storages."""
 
 from harness import batches, subject
 from harness.batches import BatchSpec
 
 
 def per_token(spec, config, checkpointing, lengths):
-    """Bytes that a token more on this rank adds to a step's peak."""
+    """Bytes that one more token on this rank adds to the peak of a step."""
     from ds_cp.chunked import cross_entropy
     from ds_cp.cli.bench.probes import PeakStorages
 
-    cross_entropy.CHUNK_BYTES = 1 << 12  # what layers hold is looked at here
+    cross_entropy.CHUNK_BYTES = 1 << 12  # keep the loss small, to measure the layers
     model = subject.changed_model(spec, config).train()
     if checkpointing:
         subject.enable_checkpointing(model, checkpointing)

@@ -1,4 +1,4 @@
-"""Tiny random models by type name. A new model type is one new line in TYPES."""
+"""Tiny random models by type name. A new model type is one new line in ``data/models.py``."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ VOCAB = 128
 
 
 class Fixed(dict):
-    """A dict as a value of an override."""
+    """A hashable dict, as the value of an override."""
 
     def __hash__(self):
         return hash(tuple(sorted(self.items())))
@@ -25,7 +25,7 @@ class Fixed(dict):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What to build. Hashable, so that a result of the oracle can be kept per spec."""
+    """Hashable description of a model, so that results of the oracle can be cached."""
 
     type: str = "llama"
     heads: int = 8
@@ -33,15 +33,15 @@ class ModelSpec:
     layers: int = 2
     seed: int = 0
     overrides: tuple = ()  # pairs (config key, value)
-    score_offset: float = 0.0  # added to gpt2's key biases: rows of scores move, their softmax does not
+    score_offset: float = 0.0  # added to gpt2's key biases, which shifts scores and leaves their softmax unchanged
 
 
 def build(spec, dtype=torch.float32, attention=None):
-    """The same weights for the same spec, rounded to the dtype."""
+    """A tiny model; equal specs give equal weights, rounded to the dtype."""
     torch.manual_seed(spec.seed)
     extra = {} if attention is None else {"attn_implementation": attention}
     if spec.type not in TYPES:
-        extra["experts_implementation"] = "eager"  # the grouped matmul knows no fp64
+        extra["experts_implementation"] = "eager"  # the grouped matmul does not support fp64
     model = AutoModelForCausalLM.from_config(_config(spec), dtype=torch.float32, **extra)
     _make_every_parameter_matter(model)
     if spec.score_offset:
@@ -50,7 +50,7 @@ def build(spec, dtype=torch.float32, attention=None):
 
 
 def _config(spec):
-    """Of the sizes of a spec; of ds_cp's own tiny ones for a type that has no line in TYPES."""
+    """The config with the sizes of the spec, or ds_cp's tiny config for a type without a line in TYPES."""
     if spec.type not in TYPES:
         return tiny_config(spec.type, **dict(spec.overrides))
     names = dict(hidden=spec.heads * HEAD_DIM, mlp=96, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads)
@@ -63,12 +63,12 @@ def _config(spec):
 
 
 def rounded(model, dtype):
-    """A copy in fp64 of the model rounded to `dtype`: what is true for a run in that dtype."""
+    """A copy in fp64 of the model rounded to `dtype`: the exact model of a run in that dtype."""
     return copy.deepcopy(model).to(dtype).double()
 
 
 def _make_every_parameter_matter(model):
-    """Norm weights of one and biases of zero would hide faults, so they become random too."""
+    """Make norm weights and biases random: values of one and zero would hide errors."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -83,9 +83,9 @@ def _offset_scores(model, offset):
 
 
 class TransformersInDouble(TorchFunctionMode):
-    """Inside, transformers computes in fp64 what it would force to fp32: norms, softmax, rotary angles, loss.
+    """A mode in which transformers computes in fp64 what it would cast to fp32: norms, softmax, rotary angles, loss.
 
-    Only calls written in transformers' own files change. Any other code must keep fp64 by itself.
+    It changes calls in files of transformers only. Other code must preserve fp64.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

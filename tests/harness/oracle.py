@@ -1,4 +1,4 @@
-"""The truth: one process, fp64, eager attention, each document run alone. Never imports ds_cp."""
+"""The oracle: one process, fp64, eager attention, each document alone. It never imports ds_cp."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from harness import batches, models
 
-# C1: per parameter |g - g*| <= tolerance * max(|g*|, FLOOR * |all g*|)
+# per parameter: |g - g*| <= tolerance * max(|g*|, FLOOR * |all g*|)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOSS_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 FLOOR = 1e-3
@@ -23,9 +23,10 @@ class Truth:
 
 @lru_cache(maxsize=64)
 def truth(model_spec, *batch_specs, weights=None):
-    """Of the mean over the batches (data-parallel ranks, accumulated micro-batches) of each batch's loss.
+    """Mean loss over the batches (data-parallel ranks, micro-batches), its gradients, and the logits of each batch.
 
-    With `weights` the model's are first rounded to that dtype.
+    Args:
+        weights: a dtype to which the weights are rounded first.
     """
     model = models.build(model_spec, attention=models.TRUE_ATTENTION.get(model_spec.type, "eager"))
     model = models.rounded(model, weights or torch.float32).eval()
@@ -33,7 +34,7 @@ def truth(model_spec, *batch_specs, weights=None):
 
 
 def truth_of(model, made):
-    """The same for a model and batches that exist already; the gradients of the model are used up."""
+    """The truth of a given model and batches. Overwrites the gradients of the model."""
     model.zero_grad()
     losses, logits = [], []
     with models.TransformersInDouble():
@@ -47,7 +48,7 @@ def truth_of(model, made):
 
 
 def rounding(model_spec, *batch_specs):
-    """What fp32 costs one process: the largest error of a gradient, in units of C1's scale."""
+    """The largest relative error of a gradient in one process in fp32."""
     model = models.build(model_spec, attention=models.TRUE_ATTENTION.get(model_spec.type, "eager")).eval()
     made = [batches.make(spec) for spec in batch_specs]
     (sum(loss_of(logits_of_documents_alone(model, batch), batch) for batch in made) / len(made)).backward()
@@ -74,7 +75,7 @@ def _nothing(model, length):
 
 
 def loss_of(logits, batch):
-    """Sum over the valid tokens, over their number or what the user says it is; 0 / 0 without gradients when there is none."""
+    """Sum over the valid tokens, divided by their number or by `num_items_in_batch`; NaN without valid tokens."""
     valid = batch.targets != batches.IGNORE
     divisor = batch.inputs.get("num_items_in_batch", batch.valid_tokens)
     if not batch.valid_tokens:
@@ -90,12 +91,12 @@ def gradients_of(model):
 
 
 def mean_over_ranks(gradients):
-    """What DeepSpeed does with the gradients of all ranks."""
+    """The mean over all ranks, as DeepSpeed reduces gradients."""
     return {name: sum(rank[name].double() for rank in gradients) / len(gradients) for name in gradients[0]}
 
 
 def gradient_errors(got, want):
-    """By parameter, the error in units of C1's scale."""
+    """Relative errors by parameter."""
     assert got.keys() == want.keys(), f"parameters differ: {sorted(got.keys() ^ want.keys())}"
     everything = total_norm(want)
     errors = {}
@@ -111,7 +112,7 @@ def total_norm(gradients):
 
 
 def total_error(got, want):
-    """|g - g*| / |g*| over all parameters together: one number, for comparisons between runs."""
+    """|g - g*| / |g*| over all parameters together."""
     return total_norm({name: got[name].double() - want[name].double() for name in want}) / total_norm(want)
 
 
@@ -127,7 +128,7 @@ def assert_close_gradients(got, want, tolerance):
 
 
 def assert_close_logits(got, want, tolerance):
-    """At every token of every document, against the norm of its logits; NaN in `want` marks padding."""
+    """Compare the logits of each token relative to their norm; NaN in `want` marks padding."""
     defined = ~want[..., 0].isnan()
     assert got.shape == want.shape
     errors = (got.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)

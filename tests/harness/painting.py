@@ -1,4 +1,4 @@
-"""Which pairs of tokens all ranks' tiles show, painted one by one."""
+"""The dense mask of the tiles of all ranks."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from ds_cp.mask.tile import lower
 
 
 def repainted(segments, layout: Layout, batch: int, lowered: bool) -> np.ndarray:
-    """[B, S', S']: how often each pair is seen, from every rank's tiles on the rows that arrive."""
+    """[B, S', S']: how often each query sees each key in the tiles of all ranks on their received rows."""
     seen = np.zeros((batch, layout.padded_len, layout.padded_len), dtype=int)
     owned = [np.concatenate([np.arange(*run) for run in runs]) for runs in layout.ring_runs]
     for rank in range(layout.ring):

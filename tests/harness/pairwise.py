@@ -1,4 +1,4 @@
-"""A small list of cases in which every pair of values that can occur together does. Deterministic."""
+"""Covering selections: a few cases in which every pair of values that can occur together occurs. Deterministic."""
 
 from itertools import combinations
 from random import Random
@@ -28,7 +28,7 @@ def possible_pairs(factors, constraints=()):
 
 
 def _complete(case, factors, constraints, uncovered):
-    """The case with all factors set, by values that cover new pairs, or None where no value is legal."""
+    """The case with all factors set to values that cover new pairs, or None if no value is legal."""
     if not _legal(case, constraints):
         return None
     missing = [name for name in factors if name not in case]
@@ -36,7 +36,7 @@ def _complete(case, factors, constraints, uncovered):
         return case
     name = missing[0]
     gains = {value: _gain(case, name, value, uncovered) for value in factors[name]}
-    # Where values gain the same, draw, always in the same way, instead of repeating the first one.
+    # Ties are broken by a seeded draw, which repeats no value systematically.
     drawn = Random(f"{name} {len(uncovered)}").sample(factors[name], len(factors[name]))
     for value in sorted(drawn, key=gains.get, reverse=True):
         found = _complete(case | {name: value}, factors, constraints, uncovered)

@@ -1,4 +1,4 @@
-"""Programs in a fresh interpreter, for what a fork of a warm process cannot show."""
+"""Programs in a new interpreter, for tests of activation, imports and commands."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 def run_python(code, cwd, **env):
-    """Run `code` in a fresh interpreter with the entry points of torch switched on; the CompletedProcess."""
+    """Run `code` in a new interpreter in which torch loads its entry points; the CompletedProcess."""
     full_env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env}
     full_env.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     return subprocess.run(
@@ -15,7 +15,7 @@ def run_python(code, cwd, **env):
 
 
 def run_command(*arguments):
-    """Run the command `ds_cp`; its exit code, and what it wrote to both streams."""
+    """Run the command `ds_cp`; its exit code and output."""
     command = [sys.executable, "-c", "from ds_cp.cli import main; main()", *map(str, arguments)]
     env = {**os.environ, "COLUMNS": "250"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

@@ -1,4 +1,4 @@
-"""The run under test: a model changed by ds_cp, on every rank of a process group."""
+"""The subject: an attached model on every rank of a process group."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from harness import batches, models, oracle
 
 
 def data_parallel_rank(size):
-    """Groups are adjacent ranks, so the group's index is the data-parallel rank."""
+    """A context-parallel group consists of adjacent ranks, so its index is the data-parallel rank."""
     return torch.distributed.get_rank() // size
 
 
@@ -27,7 +27,7 @@ def in_full_precision(dtype):
 
 
 def loss_and_gradients(model_spec, config, batch_specs, dtype=torch.float32, checkpointing=None):
-    """Forward and backward without an engine; each group takes its own batch, one per dp rank."""
+    """Forward and backward without an engine. Each group takes its own batch."""
     model = changed_model(model_spec, config, dtype).train()
     enable_checkpointing(model, checkpointing)
     batch = batches.make(batch_specs[data_parallel_rank(config["size"])])
@@ -38,7 +38,7 @@ def loss_and_gradients(model_spec, config, batch_specs, dtype=torch.float32, che
 
 
 def loss_and_gradients_of_two_forwards(model_spec, config, batch_specs, checkpointing=None):
-    """Two forwards with different batches, then one backward through both."""
+    """Two forwards with different batches, then one backward pass of their mean."""
     model = changed_model(model_spec, config).train()
     enable_checkpointing(model, checkpointing)
     first, second = (model(**batches.make(spec).inputs).loss for spec in batch_specs)
@@ -66,7 +66,7 @@ def enable_checkpointing(model, mode):
 
 
 def check(results, truth, dtype=torch.float32, losses=None):
-    """Each rank reports its group's loss, and the mean of all ranks' gradients is the truth's."""
+    """Compare the loss of each rank, and the mean of the gradients over ranks, with the truth."""
     losses = losses or [truth.loss] * len(results)
     for (loss, _), want in zip(results, losses, strict=True):
         oracle.assert_close_loss(loss, want, oracle.LOSS_TOLERANCE[dtype])

@@ -1,4 +1,4 @@
-"""The harness itself: whatever a rank does, the test ends, and says which rank did what."""
+"""Workers: an error, a death or a hang of a rank fails the test and names the rank."""
 
 import os
 import signal

@@ -1,11 +1,11 @@
-"""Tiles of the loss so small that a test has several."""
+"""Small chunks of the loss, so that a test has several."""
 
 from contextlib import contextmanager
 
 from ds_cp.chunked import cross_entropy as chunked
 from harness.models import VOCAB
 
-TOKENS_PER_TILE = 5  # so that no tile is alone, and the last one is shorter
+TOKENS_PER_TILE = 5  # several chunks, the last of which is shorter
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Trainer runs for tests: small data sets, arguments, and configs as users write them."""
+"""Runs of the Hugging Face Trainer: data sets, arguments and configs."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ LLAMA = ModelSpec("llama")
 ROWS = 12
 
 
-class RowSlice(torch.utils.data.Dataset):
-    """Rows of different length, padded by the collator; fixed by their index."""
+class RowDataset(torch.utils.data.Dataset):
+    """Rows of different lengths, determined by their index."""
 
     def __init__(self, size=ROWS):
         self.size = size
@@ -22,7 +22,7 @@ class RowSlice(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if index >= self.size:
-            raise IndexError(index)  # ends a loop over the rows
+            raise IndexError(index)  # ends iteration
         generator = torch.Generator().manual_seed(index)
         return torch.randint(1, models.VOCAB, (9 + 5 * (index % 4),), generator=generator)
 
@@ -61,20 +61,20 @@ def json_for(cp, stage, **more):
 
 
 def trained(folder, ds_config, resume=None, collator=pad_right, spec=LLAMA, data=None, loss=None, **more):
-    """Train; what was logged, the state, and the weights.
+    """Train; logs, trainer state and weights.
 
     Args:
-        data: the rows to train on; default: :class:`Rows`.
-        loss: the Trainer's ``compute_loss_func``.
-        more: of the arguments.
+        data: the training set; default: :class:`RowDataset`.
+        loss: ``compute_loss_func`` of the Trainer.
+        more: training arguments.
     """
     from transformers import Trainer
 
     engine.activate()
-    model = models.build(spec)  # before the arguments: afterwards zero.Init would shard it while it is made
+    model = models.build(spec)  # before the arguments, which would activate zero.Init
     args = arguments(folder, ds_config, **more)
     trainer = Trainer(
-        model=model, args=args, train_dataset=RowSlice() if data is None else data, eval_dataset=type(data)(ROWS) if isinstance(data, RowSlice) else RowSlice(),
+        model=model, args=args, train_dataset=RowDataset() if data is None else data, eval_dataset=type(data)(ROWS) if isinstance(data, RowDataset) else RowDataset(),
         data_collator=collator,
         compute_loss_func=loss,
     )  # fmt: skip

@@ -46,14 +46,14 @@ def batch(name, kind="images"):
         inputs["mm_token_type_ids"] = (ids == IMAGE).long()
     if name in ("gemma3", "paligemma"):
         inputs["token_type_ids"] = (ids == IMAGE).long()
-    if name == "paligemma":  # 1 is what shall be learnt; what comes before sees both ways
+    if name == "paligemma":  # 1 marks the suffix to predict; the prefix is bidirectional
         inputs["token_type_ids"] = (torch.arange(LENGTH) >= LENGTH - 9).long().expand(rows, -1)
         inputs["labels"] = inputs["labels"].masked_fill(inputs["token_type_ids"] == 0, -100)
     return inputs | _pixels(name, spans, ids)
 
 
 def _tiles_of_images(ids, kind):
-    """One image per row, of one tile of four; only cross attention sees it, from its token on."""
+    """One image of one tile per row, visible to cross attention from its token on."""
     inputs = {"input_ids": ids, "labels": ids.clone()}
     if kind == "text":
         return inputs
@@ -85,13 +85,13 @@ def _pixels(name, spans, ids):
     inputs = {"pixel_values": pixels}
     if name == "aria":
         inputs["pixel_mask"] = torch.ones(len(spans), 16, 16, dtype=torch.bool)
-    if name == "smolvlm":  # images by row; one of zeros is none
+    if name == "smolvlm":  # images by row; an image of zeros is padding
         rows = [[pixels[i] for i, (row, _) in enumerate(spans) if row == b] for b in range(len(ids))]
         most = max(map(len, rows))
         inputs["pixel_values"] = torch.stack(
             [torch.stack(row + [torch.zeros_like(pixels[0])] * (most - len(row))) for row in rows]
         )
-    if name == "gemma4":  # patches and where they stand
+    if name == "gemma4":  # patches and their coordinates
         where = torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(-1).expand(len(spans), -1, -1)
         pixels = torch.rand(len(spans), 64, 48, generator=generator, dtype=torch.float64)
         inputs = {"pixel_values": pixels, "image_position_ids": where}

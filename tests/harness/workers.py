@@ -1,9 +1,9 @@
-"""Gloo ranks for tests: fork, run one function on every rank, collect, and never hang.
+"""Gloo ranks for tests: fork, run a function on every rank, collect the results, and never hang.
 
-Each call forks fresh ranks from the warm pytest process (torch, transformers and deepspeed are imported once,
-there). That costs 0.1 s more than ranks kept for the session, and buys: a crash, hang or broken group ends
-with its own case; no state (patches, groups, caches, seeds) leaks from case to case; functions, closures and
-arguments need no pickling, for a fork has them already. Only results are pickled, on their way back.
+Each call forks new ranks from the pytest process, which has imported everything. This costs 0.1 s more than ranks that
+live as long as the session, and has three advantages: a crash, a hang or a broken process group ends with its test; no
+state (patches, groups, caches, seeds) leaks into another test; functions and arguments may be closures. Only results
+are pickled.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 
-WATCHDOG_SECONDS = 60  # a call that takes longer is a hang
-GRACE_SECONDS = 3  # after the first failure, for the others to fail as well
+WATCHDOG_SECONDS = 60  # wall time of a call, after which it is a hang
+GRACE_SECONDS = 3  # time for the other ranks after the first failure
 
 
 @dataclass
 class Report:
-    """What one rank sent back, or what became of it."""
+    """The result of one rank, or how it ended."""
 
     rank: int
     outcome: str  # "returned", "raised", "died" or "hung"
     value: object = None
     message: str = ""
     details: str = ""
-    imported: tuple = ()  # names of the modules that it imported
+    imported: tuple = ()  # names of modules
 
 
 class RanksFailed(AssertionError):
-    """At least one rank raised, died or hung; `.reports` holds every rank's report."""
+    """At least one rank raised, died or hung. `reports` has the report of every rank."""
 
     def __init__(self, reports):
         self.reports = reports
@@ -62,17 +62,17 @@ class Workers:
     timeout: float = WATCHDOG_SECONDS
 
     def run(self, function, *args, **kwargs):
-        """`function(*args, **kwargs)` on every rank; the list of results by rank, or RanksFailed."""
+        """Run `function(*args, **kwargs)` on every rank; the list of results by rank. Raises RanksFailed."""
         reports = self._reports(function, args, kwargs, patient=False)
         if any(report.outcome != "returned" for report in reports):
             raise RanksFailed(reports)
         return [report.value for report in reports]
 
     def run_expecting_error(self, function, match, *args, dying=(), **kwargs):
-        """Every rank must raise by itself, with a message that `match` (a regex) finds; the messages by rank.
+        """Assert that every rank raises an error whose message matches the regex `match`; the messages by rank.
 
-        Ranks that raised stay alive until all have: no neighbour's closed socket saves a rank from a hang.
-        Ranks in `dying` must end without a report instead (the function kills them).
+        Ranks that have raised stay alive until all have, so that a closed connection does not end a hang of another rank.
+        Ranks in `dying` must end without a report instead.
         """
         reports = self._reports(function, args, kwargs, patient=True)
         unexpected = [r for r in reports if r.outcome != ("died" if r.rank in dying else "raised")]
@@ -100,7 +100,7 @@ class Workers:
 
 
 class _Rank:
-    """The parent's handle of one forked rank."""
+    """Handle of a forked rank in the parent process."""
 
     def __init__(self, rank, pid, connection, stack_file):
         self.rank, self.pid, self.connection, self.stack_file = rank, pid, connection, stack_file
@@ -120,7 +120,7 @@ class _Rank:
 
     def stack(self):
         text = self.stack_file.read_text() if self.stack_file.exists() else ""
-        return text.partition("_be_a_rank")[0].rpartition("\n")[0]  # what is below is pytest
+        return text.partition("_be_a_rank")[0].rpartition("\n")[0]  # the frames below belong to pytest
 
     def dump_stack(self):
         if self.exit_status is None:
@@ -130,7 +130,7 @@ class _Rank:
         try:
             self.connection.send_bytes(b"go")
         except OSError:
-            pass  # it is gone already
+            pass  # it has ended already
 
     def wait_for_exit(self, seconds):
         deadline = time.monotonic() + seconds
@@ -156,7 +156,7 @@ class _Rank:
 
 
 def _collect(ranks, timeout, patient):
-    """Wait for one report per rank; ranks that do not report in time are asked for their stack instead."""
+    """Wait for one report per rank. Ranks that do not report in time dump their stack instead."""
     reports = {}
     deadline = time.monotonic() + timeout
     while len(reports) < len(ranks):
@@ -203,7 +203,7 @@ def _fork(rank, world, folder, function):
             ours.close()
             _be_a_rank(rank, world, folder, stack_file, theirs, function)
         finally:
-            os._exit(70)  # never back into pytest
+            os._exit(70)  # never return into pytest
     theirs.close()
     return _Rank(rank, pid, ours, stack_file)
 
@@ -212,7 +212,7 @@ def _be_a_rank(rank, world, folder, stack_file, connection, function):
     with open(stack_file, "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
-        faulthandler.dump_traceback_later(10 * WATCHDOG_SECONDS, exit=True)  # should the parent die
+        faulthandler.dump_traceback_later(10 * WATCHDOG_SECONDS, exit=True)  # in case the parent dies
         before = set(sys.modules)
         try:
             _join_the_world(rank, world, folder)
@@ -235,20 +235,20 @@ def _join_the_world(rank, world, folder):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # there is no port: ranks meet in a file
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # no port is used: the store is a file
     deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, verbose=False)
 
 
 def _imported_since(before):
-    """Names of the modules of installed packages that this process has imported since; not of those that a test made."""
+    """Names of the modules of installed packages that this process has imported since. Modules created by tests are excluded."""
     new = [(name, module) for name, module in sys.modules.items() if name not in before]
     return tuple(name for name, module in new if "site-packages" in (getattr(module, "__file__", None) or ""))
 
 
 def import_for_later_ranks(names):
-    """Import in this process what a rank has imported, so that ranks of later calls need not."""
+    """Import in this process what a rank has imported, which saves the ranks of later calls the time."""
     for name in names:
-        with contextlib.suppress(Exception):  # importable only in the state that the rank was in
+        with contextlib.suppress(Exception):  # may be importable only in the state of the rank
             importlib.import_module(name)
 
 
@@ -260,10 +260,9 @@ def _leave_the_world():
 
 
 def import_everything_once():
-    """Import in this process what ranks would otherwise import after each fork, and freeze the garbage collector's heap.
+    """Import what ranks would otherwise import after each fork, and freeze the heap of the garbage collector.
 
-    Objects that exist by now are never garbage. Without :func:`gc.freeze` each collection in a rank would visit all of
-    them, which copies their memory pages.
+    Without :func:`gc.freeze` each collection in a rank would visit all objects of the parent and copy their memory pages.
     """
     if "harness.warm" in sys.modules:
         return
@@ -279,7 +278,7 @@ def import_everything_once():
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a C++ build that no test needs
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a C++ build that no test needs
     gc.collect()
     gc.freeze()
     sys.modules["harness.warm"] = sys.modules[__name__]

@@ -64,4 +64,5 @@ def join(rank: int, world: int) -> None:
     dist.new_group = torch.distributed.distributed_c10d.new_group = fake_group
     from deepspeed.runtime.zero import utils
 
-    utils.get_lst_from_rank0 = lambda values: values  # a broadcast, which nobody answers
+    utils.get_lst_from_rank0 = lambda values: values  # broadcasts of rank 0, which is not there
+    utils.assert_lst_len_same_as_other_ranks = lambda values: None

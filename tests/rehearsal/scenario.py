@@ -17,14 +17,14 @@ from rehearsal.tape import Functions, Tape, place, short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 WORLD = 8
-TOKENS = 1024
+TOKENS = 8192
 """Per rank: enough that its activations are worth offloading."""
 LAYERS = 3
-BLOCK = 512
+BLOCK = 4096
 """Tokens of a chunk of a layer where K and V are offloaded."""
 SHAPE = dict(
-    hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
-    vocab_size=64128, num_hidden_layers=LAYERS, max_position_embeddings=WORLD * TOKENS, use_cache=False,
+    hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+    vocab_size=16384, num_hidden_layers=LAYERS, max_position_embeddings=WORLD * TOKENS, use_cache=False,
 )  # fmt: skip
 CAPABILITY = {"flash_attention_4": (10, 0), "flash_attention_3": (9, 0)}
 
@@ -175,9 +175,9 @@ def json_config(case: dict[str, Any]) -> dict[str, Any]:
     """The DeepSpeed JSON of a case."""
     name, _, _ = case["kernel"].partition(" ")
     key = METHODS[case["method"]] | MEMORY[case["memory"]] | {"kernel": name, "unverified": "allow"}
-    zero: dict[str, Any] = {"stage": case["stage"]}
+    zero: dict[str, Any] = {"stage": case["stage"], "reduce_bucket_size": 20_000_000}
     if case["stage"] == 3:
-        zero |= {"stage3_param_persistence_threshold": 0}
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 20_000_000}
     return {
         "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}, "zero_optimization": zero,
@@ -189,9 +189,9 @@ def batch(kind: str, tokens: int = WORLD * TOKENS, vocab: int = SHAPE["vocab_siz
     """One row of real integers, in host memory."""
     ids = torch.randint(0, vocab, (1, tokens))
     inputs = {"input_ids": ids, "labels": ids.clone()}
-    if kind == "packed":  # documents of 1 to 2000 tokens
+    if kind == "packed":
         lengths, left = [], tokens
-        for length in (300, 1, 2000, 17, 950, 1, 1, 512, 64, 1300, 33, tokens):
+        for length in (2400, 1, 16000, 130, 7600, 1, 1, 4100, 512, 10400, 300, tokens):
             lengths.append(min(length, left))
             left -= lengths[-1]
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths if length])[None]

@@ -101,6 +101,8 @@ class Tape(TorchDispatchMode):
         if on_card:
             checks.product(self, name, args, kwargs)
         out = self._run(func, args, kwargs, inputs, value)
+        if kwargs.get("pin_memory"):
+            self.pin(out)
         values.attach(func, name, args, kwargs, inputs, out, value)
         self._account(func, name, args, kwargs, inputs, [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)])
         return out
@@ -233,8 +235,6 @@ class Functions(TorchFunctionMode):
             return self._leave(name, *args)
         if name in ("pin_memory", "is_pinned") and args and isinstance(args[0], FakeTensor):
             return self.tape.is_pinned(args[0]) if name == "is_pinned" else self._pin(args[0].clone())
-        if kwargs.get("pin_memory"):
-            return self._pin(func(*args, **{**kwargs, "pin_memory": False}))
         if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             checks.private_call(self.tape, func, args, kwargs)
         return func(*args, **kwargs)

@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1 << 22
-"""Elements up to which values are kept."""
+"""Elements up to which values of integers are kept."""
+
+FLOAT_LIMIT = 1 << 16
+"""Of floats, which are looked at in small tensors only."""
 
 NEVER = ("_flash", "_scaled", "_efficient", "mm", "addmm", "bmm", "baddbmm", "convolution")
 RANDOM_FLOATS = frozenset({"rand", "randn", "rand_like", "randn_like", "normal_", "uniform_", "bernoulli_", "normal"})
@@ -66,10 +69,12 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torc
 
 def compute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], inputs: Sequence[torch.Tensor]) -> Any:
     """The operation's results by value, or None. In-place operations change the values of their arguments."""
-    if name.startswith(NEVER) or name in RANDOM_FLOATS or any(t.numel() > LIMIT for t in inputs):
+    if name.startswith(NEVER) or name in RANDOM_FLOATS:
         return None
-    if any(value_of(t) is None for t in inputs):
-        return None
+    for tensor in inputs:
+        limit = FLOAT_LIMIT if tensor.is_floating_point() else LIMIT
+        if tensor.numel() > limit or value_of(tensor) is None:
+            return None
     if name in FACTORIES:
         like = inputs[0].dtype if inputs else torch.get_default_dtype()
         if (kwargs.get("dtype") or like).is_floating_point or _elements(name, args, inputs) > LIMIT:

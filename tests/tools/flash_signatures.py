@@ -1,4 +1,4 @@
-"""Read the signatures of FlashAttention's private functions out of the real packages, without building them.
+"""Read the signatures of FlashAttention's private functions from the packages, without building them.
 
     python tests/tools/flash_signatures.py                      # refresh tests/data/flash_signatures.json
     python tests/tools/flash_signatures.py --check              # say what moved, write nothing
@@ -47,7 +47,7 @@ SOURCES = {
 
 
 def download(package: str, version: str, folder: str) -> Path:
-    """The source distribution of a version, or its wheel where there is no other."""
+    """The source distribution of a version, or its wheel."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", folder, f"{package}=={version}"]
     source_only = ["--no-binary", ":all:", "--no-build-isolation"]
     environment = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
@@ -59,7 +59,7 @@ def download(package: str, version: str, folder: str) -> Path:
 
 
 def read_member(archive: Path, name: str) -> str:
-    """The text of one file of an archive; source distributions have a folder around everything."""
+    """The text of one file of an archive; source distributions have a top-level folder."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return wheel.read(name).decode()
@@ -99,7 +99,7 @@ def _custom_operator(node: ast.FunctionDef) -> dict[str, Any]:
 
 
 def collect() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(kernel, version, signatures) of everything that an index has."""
+    """(kernel, version, signatures) of every version on the package index."""
     for kernel, source in SOURCES.items():
         for version in source["versions"]:
             with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What planning a batch costs, in ms, the fastest of 15 tries: `python tests/tools/planning_time.py`."""
+"""Time to plan a batch in ms, the fastest of 15 tries: `python tests/tools/planning_time.py`."""
 
 import time
 

@@ -1,7 +1,7 @@
-"""Compare every causal LM type with one process and write what was found: `python tests/tools/sweep_families.py`.
+"""Compare every causal LM type with one process and write the outcomes: `python tests/tools/sweep_families.py`.
 
-Writes patches/transformers/verified.csv, which start-up consults, and docs/models.md, which people read. With type
-names as arguments only these are compared again and the rest is kept.
+Writes patches/transformers/verified.csv, which is read when a model is attached, and docs/models.md. With type names as
+arguments, only these types are compared and the other lines are kept.
 """
 
 import csv
@@ -25,7 +25,7 @@ MEANING = {
 
 
 def compared(model_type, ranks=2):
-    """The outcome of one type: ring and ulysses over two ranks, hybrid over four; a crash or a hang of its ranks is one too."""
+    """The outcome of one type: ring and ulysses on two ranks, hybrid on four. A crash or a hang is an outcome, too."""
     from harness import families
     from harness.workers import RanksFailed, workers
 
@@ -86,7 +86,7 @@ def main(names):
         found = compared(model_type)
         table[model_type] = (found.verdict, found.detail)
         print(f"{found.verdict:10} {model_type:32} {found.detail}", flush=True)
-        if names:  # a whole sweep that stops early must not leave half a table
+        if names:  # a complete sweep writes at its end only
             write(table)
     write(table)
 

@@ -1,7 +1,7 @@
 """Values of the JSON key, and messages about them."""
 
 WRONG = [
-    # (value of the key, what the message must say)
+    # (value of the key, regex of the message)
     (8, r'"context_parallel" is 8, but it must be an object such as \{"size": 8\}'),
     ({"sise": 8}, r'"context_parallel.sise" is not a key of ds_cp. Did you mean "size"\? Known keys: size, method'),
     ({"enabled": True, "size": 8}, r'"context_parallel.enabled" is not a key of ds_cp. There is no switch: a "size" above 1 is on'),
@@ -34,7 +34,7 @@ WRONG = [
 
 
 UNREAD = {
-    # (the config): the name that nobody reads
+    # config: the name that is refused
     '{"contex_parallel": {"size": 2}}': "contex_parallel",
     '{"contextParallel": {"size": 2}}': "contextParallel",
     '{"context-parallel": 2}': "context-parallel",

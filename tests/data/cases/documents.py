@@ -6,7 +6,7 @@ def whole(*documents):
 
 
 DOCUMENTS = [
-    # (what, arguments of find, one row's lines)
+    # (name, arguments of Documents.find, ranges of the row)
     ("one document", dict(seq_len=4), whole((0, 4))),
     ("restart", dict(seq_len=5, positions=[[0, 1, 0, 1, 2]]), whole((0, 2), (2, 5))),
     ("one-token documents", dict(seq_len=4, positions=[[0, 0, 0, 1]]), whole((0, 1), (1, 2), (2, 4))),

@@ -14,7 +14,7 @@ def source(padded=True):
 
 
 def pairs(target=23, padded=True):
-    """A batch of a source and a target; labels hide the end of the second target."""
+    """A batch of a source and a target. The labels ignore the end of the second target."""
     labels = heads.tokens(length=target, seed=5)
     if padded:
         labels[1, target - 6 :] = -100
@@ -23,7 +23,7 @@ def pairs(target=23, padded=True):
 
 def pads_by_id():
     given = of_ones()
-    given["labels"][0, 7] = 0  # becomes a pad of the decoder
+    given["labels"][0, 7] = 0  # becomes padding of the decoder
     return given
 
 
@@ -33,7 +33,7 @@ def of_ones():
 
 def per_row():
     ids = source()["input_ids"]
-    ids[0, -1] = ids[1, 23] = 2  # bart pools the last end of sentence
+    ids[0, -1] = ids[1, 23] = 2  # bart pools the last end-of-sentence token
     return {"input_ids": ids, "attention_mask": source()["attention_mask"], "labels": torch.tensor([1, 2])}
 
 
@@ -52,7 +52,7 @@ def embeddings():
     return {"inputs_embeds": make(SOURCE), "decoder_inputs_embeds": make(23), "output_hidden_states": True}
 
 
-# class, model type, batch, way
+# (class, model type, batch, method)
 CASES = [
     ("T5ForConditionalGeneration", "t5", pairs(), "ring"),
     ("T5ForConditionalGeneration", "t5", pairs(SOURCE), "ulysses"),
@@ -76,6 +76,6 @@ CASES = [
     ("BlenderbotSmallForConditionalGeneration", "blenderbot-small", pairs(), "ring"),
     ("PLBartForConditionalGeneration", "plbart", pairs(), "ring"),
     ("T5GemmaForConditionalGeneration", "t5gemma", pairs(), "ring"),
-    ("T5GemmaForConditionalGeneration", "t5gemma", pads_by_id(), "ulysses"),  # its decoder's mask comes from the ids
+    ("T5GemmaForConditionalGeneration", "t5gemma", pads_by_id(), "ulysses"),  # the mask of its decoder is computed from the ids
     ("T5GemmaForConditionalGeneration", "t5gemma", of_ones(), "hybrid"),  # cross attention with a softcap
 ]  # fmt: skip

@@ -42,7 +42,7 @@ def choices():
     return {"labels": torch.tensor([1])}
 
 
-# class, model type, what it is asked, padding side, way
+# (class, model type, arguments, padding side, method)
 HEADS = [
     ("LlamaForSequenceClassification", "llama", per_row("class"), "right", "ring"),
     ("LlamaForSequenceClassification", "llama", per_row("reward"), "right", "hybrid"),

@@ -15,7 +15,7 @@ from ds_cp import patches
 from ds_cp.config import ConfigError
 from harness import engine, models, training
 from harness.models import ModelSpec
-from harness.training import ROWS, RowSlice, json_for, pad_right
+from harness.training import ROWS, RowDataset, json_for, pad_right
 
 LLAMA = ModelSpec("llama")
 SAMPLES = 11
@@ -45,8 +45,8 @@ def loop(folder, ds_config):
     from torch.utils.data import DataLoader
 
     accelerator, model = accelerator_for(ds_config), models.build(LLAMA)
-    loader = DataLoader(RowSlice(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
-    held_out = DataLoader(RowSlice(SAMPLES), batch_size=2, collate_fn=pad_right)
+    loader = DataLoader(RowDataset(16), batch_size=2, collate_fn=pad_right, shuffle=True, generator=torch.Generator())
+    held_out = DataLoader(RowDataset(SAMPLES), batch_size=2, collate_fn=pad_right)
     optimizer = DummyOptim(model.parameters())
     schedule = DummyScheduler(
         optimizer, total_num_steps=20, warmup_num_steps=1
@@ -219,7 +219,7 @@ def test_accelerate_gives_the_ranks_of_a_group_the_same_batches(workers):
                                                        gradient_accumulation_steps=1))  # fmt: skip
         accelerator = Accelerator(deepspeed_plugin=plugin)
         model = models.build(LLAMA)
-        loader = DataLoader(RowSlice(), batch_size=2, collate_fn=pad_right)
+        loader = DataLoader(RowDataset(), batch_size=2, collate_fn=pad_right)
         model, loader = accelerator.prepare(model, loader)
         losses = []
         for batch in loader:

@@ -107,7 +107,7 @@ def trained_and_saved(folder, ds_config, resume=None, **more):
     engine.activate()
     model = models.build(LLAMA)
     args = training.arguments(folder, ds_config, save_strategy="steps", save_steps=2, max_steps=4, **more)
-    trainer = Trainer(model=model, args=args, train_dataset=training.RowSlice(16), data_collator=training.pad_right)
+    trainer = Trainer(model=model, args=args, train_dataset=training.RowDataset(16), data_collator=training.pad_right)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "saved"))
     return engine.full_weights(trainer.model_wrapped.module), trainer.state.num_input_tokens_seen

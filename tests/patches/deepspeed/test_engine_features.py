@@ -10,7 +10,7 @@ from harness.batches import BatchSpec
 from harness.cases import config_of
 from harness.models import ModelSpec
 from harness.oracle import truth
-from harness.training import ROWS, RowSlice, pad_right
+from harness.training import ROWS, RowDataset, pad_right
 
 LLAMA = ModelSpec("llama")
 GROUPS = [
@@ -122,7 +122,7 @@ def test_deepspeeds_own_loader_samples_by_group(workers):
         made, _, loader, _ = deepspeed.initialize(
             model=models.build(LLAMA),
             config=engine.json_config({"size": 2}, 1, dp=2),
-            training_data=RowSlice(),
+            training_data=RowDataset(),
             collate_fn=pad_right,
         )
         return [batch["input_ids"].tolist() for batch in loader]

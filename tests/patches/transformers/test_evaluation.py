@@ -11,7 +11,7 @@ LLAMA = ModelSpec("llama")
 RATE = 0.02  # learning rate; with a larger one, training of the classifier amplifies rounding errors
 
 
-class Labelled(training.RowSlice):
+class Labelled(training.RowDataset):
     """Rows with one class each, as reward models and classifiers read them."""
 
     def __getitem__(self, index):
@@ -37,7 +37,7 @@ def classifier():
 
 
 KINDS = {
-    "causal lm": (causal_lm, training.RowSlice, training.pad_right),
+    "causal lm": (causal_lm, training.RowDataset, training.pad_right),
     "classifier": (classifier, Labelled, pad_labelled),
 }
 
@@ -63,11 +63,11 @@ def generated_in_evaluation(folder, ds_config):
         predict_with_generate=True, generation_max_length=6,
     )  # fmt: skip
     trainer = Seq2SeqTrainer(
-        model=model, args=args, train_dataset=training.RowSlice(8), data_collator=training.pad_right,
+        model=model, args=args, train_dataset=training.RowDataset(8), data_collator=training.pad_right,
         compute_metrics=lambda prediction: {"checksum": float(np.abs(prediction.predictions).sum())},
     )  # fmt: skip
     trainer.train()
-    predicted = trainer.predict(training.RowSlice(7))
+    predicted = trainer.predict(training.RowDataset(7))
     kept = ("test_loss", "test_checksum")
     return predicted.predictions.tolist(), predicted.label_ids.tolist(), [predicted.metrics[name] for name in kept]
 
@@ -80,7 +80,7 @@ def only_evaluated(folder, ds_config, samples):
     model = models.build(LLAMA)
     args = training.arguments(folder, ds_config, per_device_eval_batch_size=3, learning_rate=RATE)
     trainer = Trainer(model=model, args=args, data_collator=training.pad_right)
-    predicted = trainer.predict(training.RowSlice(samples))
+    predicted = trainer.predict(training.RowDataset(samples))
     return predicted.predictions, predicted.metrics["test_loss"], _regions_opened(model)
 
 
@@ -116,7 +116,7 @@ def everything(folder, ds_config, kind, samples):
     shared = _regions_opened(model)
     generated = None
     if kind == "causal lm":
-        prompt = training.RowSlice(1)[0][None, :5]
+        prompt = training.RowDataset(1)[0][None, :5]
         generated = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True).tolist()
     figures = [*during, predicted.metrics, loss_only]
     timing = ("runtime", "per_second", "preparation_time")

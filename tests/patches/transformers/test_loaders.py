@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness import engine, models
-from harness.training import LLAMA, RowSlice, arguments, assert_same_training, json_for, pad_right, trained
+from harness.training import LLAMA, RowDataset, arguments, assert_same_training, json_for, pad_right, trained
 
 RING, ULYSSES = {"size": 2, "method": "ring"}, {"size": 2, "method": "ulysses"}
 
@@ -13,13 +13,13 @@ class Stream(torch.utils.data.IterableDataset):
     """An iterable data set without a length."""
 
     def __init__(self, rows):
-        self.rows = RowSlice(rows)
+        self.rows = RowDataset(rows)
 
     def __iter__(self):
         return (self.rows[index] for index in range(len(self.rows)))
 
 
-class Dicts(RowSlice):
+class Dicts(RowDataset):
     """Rows as dicts of lists, which samplers by length and flattening collators require."""
 
     def __getitem__(self, index):
@@ -74,7 +74,7 @@ CASES = {
         "group_by_length", 30, per_device_train_batch_size=1, gradient_accumulation_steps=8, dataloader_drop_last=True)),
     "balanced by length": (4, ULYSSES, 3, by_length("batch_rebalance", 24, gradient_accumulation_steps=2)),
     "uneven epochs": (4, RING, 2, dict(
-        data=RowSlice(11), num_train_epochs=2, max_steps=-1, lr_scheduler_type="linear", warmup_steps=1,
+        data=RowDataset(11), num_train_epochs=2, max_steps=-1, lr_scheduler_type="linear", warmup_steps=1,
         train_sampling_strategy="sequential", average_tokens_across_devices=False)),
     "loss of the user": (4, RING, 2, dict(loss=mean_of_rows, gradient_accumulation_steps=2)),
     "smoothed": (4, ULYSSES, 2, dict(label_smoothing_factor=0.2, gradient_accumulation_steps=3)),
@@ -132,7 +132,7 @@ def embedding_noise(folder):
 
     args = arguments(folder, json_for(RING, 2), max_steps=1, per_device_train_batch_size=4, neftune_noise_alpha=ALPHA)
     trainer = Trainer(
-        model=model, args=args, train_dataset=RowSlice(), data_collator=pad_to_96, callbacks=[Watch()]
+        model=model, args=args, train_dataset=RowDataset(), data_collator=pad_to_96, callbacks=[Watch()]
     )  # fmt: skip
     trainer.train()
     return seen["noise"].detach().double(), 96, model.config.hidden_size

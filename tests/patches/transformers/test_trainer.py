@@ -9,7 +9,7 @@ import torch
 
 from harness import engine, models
 from harness.models import ModelSpec
-from harness.training import RowSlice, arguments, assert_same_training, json_for, pad_right, trained
+from harness.training import RowDataset, arguments, assert_same_training, json_for, pad_right, trained
 
 LLAMA = ModelSpec("llama")
 
@@ -95,7 +95,7 @@ def test_from_pretrained_inside_zero_init_holds_a_shard_of_each_parameter(worker
         args = arguments(folder, json_for({"size": 2}, 3))
         model = AutoModelForCausalLM.from_pretrained(saved)
         parts = {p.ds_tensor.numel() / p.ds_numel for p in model.parameters()}
-        trainer = Trainer(model=model, args=args, train_dataset=RowSlice(), data_collator=pad_right)
+        trainer = Trainer(model=model, args=args, train_dataset=RowDataset(), data_collator=pad_right)
         trainer.train()
         return max(parts), [log["loss"] for log in trainer.state.log_history if "loss" in log]
 

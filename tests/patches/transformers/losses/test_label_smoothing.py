@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from harness import engine, models, subject
 from harness.models import ModelSpec
-from harness.training import RowSlice, arguments, json_for, pad_right
+from harness.training import RowDataset, arguments, json_for, pad_right
 
 LLAMA = ModelSpec("llama")
 RING = {"size": 2, "method": "ring"}
@@ -37,7 +37,7 @@ def trained(folder, ds_config, name):
     own = {"compute_loss_func": settings.pop("compute_loss_func", None)}
     args = arguments(folder, ds_config, max_steps=2, **settings)
     trainer = Trainer(
-        model=model, args=args, train_dataset=RowSlice(), eval_dataset=RowSlice(4), data_collator=pad_right, **own
+        model=model, args=args, train_dataset=RowDataset(), eval_dataset=RowDataset(4), data_collator=pad_right, **own
     )
     trainer.train()
     sent = subject.gathered_bytes()

@@ -82,7 +82,7 @@ def on_a_host_of_its_own():
     from ds_cp.attention import host_kv
     from ds_cp.patches.transformers.memory import offload_activations
 
-    class RowSlice(host_kv.HostRows):
+    class NumpyRows(host_kv.HostRows):
         def __init__(self, shape, dtype, device):
             super().__init__((0,), dtype, device)
             self._rows = torch.zeros(shape, dtype=dtype).numpy()
@@ -93,7 +93,7 @@ def on_a_host_of_its_own():
         def read(self, start, stop):
             return torch.from_numpy(self._rows[start:stop]).clone()
 
-    host_kv.HostRows = RowSlice
+    host_kv.HostRows = NumpyRows
     offload_activations.to_host = lambda x: (
         x if isinstance(x, torch.nn.Parameter) or x.dim() < 3 else x.detach().numpy().copy()
     )
