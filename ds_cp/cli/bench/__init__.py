@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Callable
 
 import typer
-import typer.core
-import typer.main
 
 
 def app() -> typer.Typer:
@@ -37,13 +35,11 @@ def app() -> typer.Typer:
             return
         if output:
             output.mkdir(parents=True, exist_ok=True)
-        group = typer.main.get_command(bench)
-        assert isinstance(group, typer.core.TyperGroup)
-        for name in measurements:
+        for name, command in measurements.items():
             files = {"output": output / f"{name}.json"} if output else {}
             if output and name != "attention" and find_spec("matplotlib"):
                 files["plot"] = output / f"{name}.png"
-            context.invoke(group.commands[name], **files)
+            command(**files)
 
     for name, command in measurements.items():
         bench.command(name)(command)
