@@ -185,8 +185,8 @@ class Region:
         if ulysses.size > 1:
             split = head_split(query.size(1), key.size(1), ulysses.size)
             heads = Ulysses(split, ulysses)
-            first = sum(split.query[: ulysses.rank])
-            score = score.of_heads(first, first + split.query[ulysses.rank])
+            first = sum(split.query_heads[: ulysses.rank])
+            score = score.of_heads(first, first + split.query_heads[ulysses.rank])
         compressed_keys = None if score.compressed_kv is None else score.compressed_kv.keys
         steps = self.schedule(rule, None if compressed_keys is None else compressed_keys.size(2))
         kernel = kernels.choose(self.plan.kernel, key, value, score)

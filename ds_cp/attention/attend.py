@@ -1,19 +1,24 @@
-"""Attention over a shared sequence, in four steps: exchange rows, kernel on tiles, merge by lse, dK and dV home.
+"""Attention over a sequence that is sharded across ranks, in four steps:
 
-Every method, layout and mask runs through here; they differ in the schedule, which is data, and in the exchange that
-carries its rows. Where heads are shared as well (ulysses), tokens are traded for heads before the four steps and back
-behind them.
+1. exchange: receive the K and V rows that this rank's queries need, step by step;
+2. kernel: run attention on the tiles of each step;
+3. merge: combine the tiles' results by their log-sum-exp;
+4. in the backward pass, return dK and dV to the ranks that own the rows.
+
+Methods, layouts and masks differ in data only: in the schedule (:mod:`ds_cp.mask.schedule`), which lists the rows and the
+tiles of each step, and in the :class:`~ds_cp.attention.exchange.Exchange`, which moves the rows. With Ulysses, an
+all-to-all before the four steps exchanges tokens for heads, and one after them exchanges heads for tokens.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ds_cp.attention.accumulate import Accumulator, KernelCall, kernel_calls
-from ds_cp.attention.exchange import Exchange, Pair, RotatingBuffers, as_heads, select
+from ds_cp.attention.exchange import Exchange, RotatingBuffers, select_runs, unpack_rows
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.merge import merge_partial_attention, merge_sinks, sink_gradient
 from ds_cp.attention.saved_attention import SavedAttention
@@ -23,10 +28,10 @@ from ds_cp.mask.schedule import REPLICATED, Step, count
 from ds_cp.profiling import named_range
 
 MakeExchange = Callable[[str], Exchange]
-"""Makes an exchange for one pass, given the pass's name ("forward" or "backward")."""
+"""Makes the exchange of one pass, from its phase ("forward" or "backward")."""
 
 Positions = Callable[[int], torch.Tensor]
-"""Global positions of the tokens that a rank of the ring holds, in its order."""
+"""Global positions of the tokens that a ring rank holds, int64 [tokens], in its local order."""
 
 
 def attend(
@@ -40,29 +45,31 @@ def attend(
     heads: HeadSharding = AllHeads(),
     saved: SavedAttention | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries over the group's keys.
+    """Attention of this rank's queries over the keys of its context-parallel group.
 
     Args:
-        query: [B, H, L, d], or with more channels than keys have, for terms and sinks that read them.
-        key: [B, h, L, d], h divides H.
+        query: [B, H, L, d]. Channels after the first d are per-query biases and sinks; they do not meet the keys.
+        key: [B, h, L, d], with h dividing H.
         value: [B, h, L, dv].
-        make_exchange: how rows travel; its schedule holds the tiles.
-        kernel: runs the tiles.
-        score: what happens to q k^T before the softmax, for the heads that this rank computes.
-        positions: needed where the score rule asks for them.
-        heads: how the ranks of the ulysses axis share heads.
-        saved: of the checkpointed layer that this attention is part of.
+        make_exchange: Makes the exchanges of the forward and of the backward pass, which hold the schedule.
+        kernel: Kernel that runs the tiles.
+        score: What is applied to q k^T before the softmax, for the query heads that this rank computes.
+        positions: Needed if ``score.needs_positions``.
+        heads: How the ulysses group shares heads.
+        saved: Saved attention of the checkpointed layer that this call is part of.
 
     Returns:
-        [B, H, L, dv] in the query's dtype; rows that see no key are 0.
+        [B, H, L, dv] in the query's dtype. A query that sees no key gets 0.
     """
-    args = _AttendArgs(make_exchange, kernel, score, positions, heads, saved)
+    arguments = _Arguments(make_exchange, kernel, score, positions, heads, saved)
     compressed_kv = None if score.compressed_kv is None else score.compressed_kv.keys
-    return _Attention.apply(query, key, value, compressed_kv, score.sinks, args, *score.tables)
+    inputs = query, key, value, compressed_kv, score.sinks, arguments, *score.tables
+    out: torch.Tensor = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    return out
 
 
-class _AttendArgs(NamedTuple):
-    """What has no gradient: the arguments of :func:`attend`."""
+class _Arguments(NamedTuple):
+    """The arguments of :func:`attend` that are not differentiable."""
 
     make_exchange: MakeExchange
     kernel: Kernel
@@ -72,144 +79,213 @@ class _AttendArgs(NamedTuple):
     saved: SavedAttention | None
 
 
-class _Attention(torch.autograd.Function):
-    """Trades tokens for heads and back, around the four steps.
+class _Gradients(NamedTuple):
+    """Gradients of the differentiable inputs, None where an input is None."""
 
-    In a checkpointed layer (``args.saved``) everything is saved by tokens, for that is what the recomputation has without
-    a message; the backward pass then trades all of it at once. Otherwise it is saved by heads. Entries and tables are
-    arguments for their gradients only: the score rule holds them.
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    compressed_kv: torch.Tensor | None
+    sinks: torch.Tensor | None
+    tables: list[torch.Tensor]
+
+
+class _Attention(torch.autograd.Function):
+    """The four steps, between the all-to-alls of Ulysses.
+
+    A checkpointed layer (``arguments.saved``) saves q, k, v and out before the exchange of tokens for heads, because its
+    recomputation has them in that form without communication; the backward pass exchanges them in the all-to-all that
+    grad_out needs anyway. Any other layer saves them after the exchange.
+
+    ``compressed_kv`` and ``tables`` are inputs so that autograd takes their gradients; the forward pass reads them from the
+    exchange and from the score rule.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, compressed_kv, sinks, args, *tables):
-        ctx.args, ctx.dtypes, ctx.by_tokens = (
-            args,
-            (query.dtype, key.dtype, value.dtype),
-            args.saved is not None,
-        )
-        known = args.saved.take() if args.saved else None
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        compressed_kv: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        arguments: _Arguments,
+        *tables: torch.Tensor,
+    ) -> torch.Tensor:
+        heads, saved = arguments.heads, arguments.saved
+        ctx.arguments, ctx.dtypes = arguments, (query.dtype, key.dtype, value.dtype)
+        known = saved.take() if saved else None
         if known:
             out, lse = known
         else:
-            q, k, v = args.heads.to_heads("forward", (query,), (key, value))
-            out_of_heads, lse = _forward(q, k, v, sinks, args)
-            (out,) = args.heads.to_tokens("forward", (out_of_heads,))
-        if args.saved:
-            args.saved.put(out, lse)
+            q, k, v = heads.to_heads("forward", (query,), (key, value))
+            out_per_head, lse = _forward(q, k, v, sinks, arguments)
+            (out,) = heads.to_tokens("forward", (out_per_head,))
+        if saved:
+            saved.put(out, lse)
             ctx.save_for_backward(query, key, value, out, lse, sinks)
         else:
-            ctx.save_for_backward(q, k, v, out_of_heads, lse, sinks)
+            ctx.save_for_backward(q, k, v, out_per_head, lse, sinks)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out):
-        heads = ctx.args.heads
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heads = ctx.arguments.heads
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        if ctx.by_tokens:
+        if ctx.arguments.saved:
             q, out, grad_out, k, v = heads.to_heads("backward", (q, out, grad_out), (k, v))
         else:
             (grad_out,) = heads.to_heads("backward", (grad_out,))
-        grads, d_compressed_kv, d_sinks, d_tables = _backward(grad_out, q, k, v, out, lse, sinks, ctx.args)
-        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes))
-        return *heads.to_tokens("backward", (dq,), (dk, dv)), d_compressed_kv, d_sinks, None, *d_tables
+        grads = _backward(grad_out, q, k, v, out, lse, sinks, ctx.arguments)
+        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(grads[:3], ctx.dtypes))
+        d_query, d_key, d_value = heads.to_tokens("backward", (dq,), (dk, dv))
+        return d_query, d_key, d_value, grads.compressed_kv, grads.sinks, None, *grads.tables
 
 
-def _forward(q, k, v, sinks, args: _AttendArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange, kernel, merge: (out in q's dtype, lse) over all keys."""
-    exchange, precise = args.make_exchange("forward"), torch.promote_types(q.dtype, torch.float32)
-    q, extra = _apart(q, k)
-    calls, queries, _ = kernel_calls(exchange.steps, args.kernel, q.device, q.size(0))
-    out = Accumulator((*q.shape[:3], v.size(-1)), q, q.dtype if queries.single_call else precise, queries.gaps)
-    lse = Accumulator(q.shape[:3], q, precise, queries.gaps, fill=float("-inf"))
-    for (step, k_rows, v_rows), of_step in zip(exchange.received(k, v), calls):  # rows arrive
-        for (work, q_at, k_at), *rule in _scored(of_step, step, exchange.steps[0], args, extra):  # its tiles
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, arguments: _Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exchange, kernel, merge: out [B, H, n, dv] in q's dtype and lse [B, H, n] in fp32 or fp64, over the keys of all steps."""
+    kernel, exchange = arguments.kernel, arguments.make_exchange("forward")
+    q, extra = _split_extra_channels(q, k)
+    calls, coverage, _ = kernel_calls(exchange.steps, kernel, q.device, q.size(0))
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    out_dtype = q.dtype if coverage.single_call else sum_dtype
+    out = Accumulator((*q.shape[:3], v.size(-1)), q, out_dtype, coverage.has_gaps)
+    lse = Accumulator(q.shape[:3], q, sum_dtype, coverage.has_gaps, fill=float("-inf"))
+
+    for (step, k_step, v_step), step_calls in zip(exchange.received(k, v), calls):
+        for call, tile_score, coordinates in _with_coordinates(step_calls, step, exchange.steps[0], arguments, extra):
+            queries, keys = call.q, call.k
             with named_range("kernel"):
-                part, part_lse = args.kernel.forward(q_at.view(q), k_at.view(k_rows), k_at.view(v_rows), work, *rule)
-            if q_at.first:
-                out.put(q_at, part)
-                lse.put(q_at, part_lse)
+                tile_out, tile_lse = kernel.forward(
+                    queries.view(q), keys.view(k_step), keys.view(v_step), call.work, tile_score, coordinates
+                )
+            if queries.first:
+                out.put(queries, tile_out)
+                lse.put(queries, tile_lse)
             else:
                 with named_range("merge"):
-                    merge_partial_attention(q_at.view(out.total), q_at.view(lse.total), part, part_lse)
-    sinks = extra[..., -1] if args.score.sinks_in_query else sinks
+                    merge_partial_attention(queries.view(out.total), queries.view(lse.total), tile_out, tile_lse)
+
+    sinks = _sink_scores(sinks, extra, arguments.score)
     if sinks is not None:
         merge_sinks(out.total, lse.total, sinks)
     return out.total.to(q.dtype), lse.total
 
 
 def _backward(
-    grad_out, q, k, v, out, lse, sinks, args: _AttendArgs
-) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
-    """Exchange, kernel, dK and dV home: (dq, dk, dv) in the accumulator's precision, and the gradients of entries, sinks and
-    tables."""
-    exchange, precise = args.make_exchange("backward"), lse.dtype
-    own_step = exchange.steps[0]
-    q, extra = _apart(q, k)
-    d_extra = None if extra is None else torch.zeros_like(extra, dtype=precise)
-    calls, queries, keys = kernel_calls(exchange.steps, args.kernel, q.device, q.size(0))
-    d_tables = tuple(torch.zeros_like(table, dtype=precise) for table in args.score.tables)
-    dq = Accumulator(q.shape, q, q.dtype if queries.single_call else precise, queries.gaps)
-    own = tuple(Accumulator(x.shape, x, x.dtype if keys[0].single_call else precise, keys[0].gaps) for x in (k, v))
-    parcels = RotatingBuffers(2)  # one is filled while the one before is on its way
-    for (step, k_rows, v_rows), of_step, covered in zip(exchange.received(k, v), calls, keys):
-        dk, dv = own
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    arguments: _Arguments,
+) -> _Gradients:
+    """Exchange, kernel, return of dK and dV. Each tile's gradients are exact shares, for ``lse`` is over all keys."""
+    kernel, score, exchange = arguments.kernel, arguments.score, arguments.make_exchange("backward")
+    own_step, sum_dtype = exchange.steps[0], lse.dtype
+    q, extra = _split_extra_channels(q, k)
+    d_extra = None if extra is None else torch.zeros_like(extra, dtype=sum_dtype)
+    d_tables = tuple(torch.zeros_like(table, dtype=sum_dtype) for table in score.tables)
+
+    calls, q_coverage, k_coverages = kernel_calls(exchange.steps, kernel, q.device, q.size(0))
+    dq, own_dk, own_dv = (
+        Accumulator(x.shape, x, x.dtype if coverage.single_call else sum_dtype, coverage.has_gaps)
+        for x, coverage in ((q, q_coverage), (k, k_coverages[0]), (v, k_coverages[0]))
+    )
+    buffers = RotatingBuffers(2)  # one step's gradients are computed while those of the step before are sent
+
+    for (step, k_step, v_step), step_calls, coverage in zip(exchange.received(k, v), calls, k_coverages):
+        dk, dv = own_dk, own_dv
         if step is not own_step:
-            batch, heads, n, dim = k_rows.shape
-            parcel = parcels.rows(q, (n, batch, heads, dim + v_rows.size(-1)), precise)
-            dk, dv = (Accumulator(x.shape, x, precise, covered.gaps, total=x) for x in as_heads(parcel, dim))
-        for (work, q_at, k_at), *rule in _scored(of_step, step, own_step, args, extra, d_extra, d_tables):
-            rows = *(q_at.view(x) for x in (grad_out, q)), *(k_at.view(x) for x in (k_rows, v_rows))
+            batch, kv_heads, n, dim = k_step.shape
+            grad_rows = buffers.take(q, (n, batch, kv_heads, dim + v_step.size(-1)), sum_dtype)
+            dk, dv = (Accumulator(x.shape, x, sum_dtype, coverage.has_gaps, out=x) for x in unpack_rows(grad_rows, dim))
+        for call, tile_score, coordinates in _with_coordinates(
+            step_calls, step, own_step, arguments, extra, d_extra, d_tables
+        ):
+            queries, keys = call.q, call.k
             with named_range("kernel"):
-                parts = args.kernel.backward(*rows, q_at.view(out), q_at.view(lse), work, *rule)
-            for total, at, part in zip((dq, dk, dv), (q_at, k_at, k_at), parts):
-                total.add(at, part)
+                dq_tile, dk_tile, dv_tile = kernel.backward(
+                    queries.view(grad_out),
+                    queries.view(q),
+                    keys.view(k_step),
+                    keys.view(v_step),
+                    queries.view(out),
+                    queries.view(lse),
+                    call.work,
+                    tile_score,
+                    coordinates,
+                )
+            dq.add(queries, dq_tile)
+            dk.add(keys, dk_tile)
+            dv.add(keys, dv_tile)
         if step is not own_step:
-            exchange.return_gradients(step, parcel, _totals(own))
-    d_compressed_kv = exchange.finish(_totals(own))
-    sinks = extra[..., -1] if args.score.sinks_in_query else sinks
+            exchange.return_gradients(step, grad_rows, (own_dk.total, own_dv.total))
+    d_compressed_kv = exchange.finish((own_dk.total, own_dv.total))
+
+    d_query = dq.total
+    sinks = _sink_scores(sinks, extra, score)
     d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
-    if args.score.sinks_in_query:
-        d_extra[..., -1], d_sinks = d_sinks, None
-    d_query = dq.total if extra is None else torch.cat([dq.total, d_extra], dim=-1)
-    d_tables = [grad.to(table.dtype) for grad, table in zip(d_tables, args.score.tables)]
-    return [d_query, *_totals(own)], d_compressed_kv, d_sinks, d_tables
+    if d_extra is not None:
+        if score.sinks_in_query and d_sinks is not None:
+            d_extra[..., -1], d_sinks = d_sinks, None
+        d_query = torch.cat([d_query, d_extra], dim=-1)
+    d_tables_in_dtype = [grad.to(table.dtype) for grad, table in zip(d_tables, score.tables)]
+    return _Gradients(d_query, own_dk.total, own_dv.total, d_compressed_kv, d_sinks, d_tables_in_dtype)
 
 
-def _totals(sums: Sequence[Accumulator]) -> Pair:
-    dk, dv = sums
-    return dk.total, dv.total
-
-
-def _apart(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The channels of queries that meet the keys, and those behind them, if there are any."""
+def _split_extra_channels(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The channels of q that meet the keys, and those after them; None if there are none."""
     dim = k.size(-1)
     return (q, None) if q.size(-1) == dim else (q[..., :dim], q[..., dim:])
 
 
-def _scored(
+def _sink_scores(sinks: torch.Tensor | None, extra: torch.Tensor | None, score: Score) -> torch.Tensor | None:
+    """Scores of the attention sinks: per head [H], or per query [B, H, n], the last extra channel; None without sinks."""
+    if not score.sinks_in_query:
+        return sinks
+    assert extra is not None
+    return extra[..., -1]
+
+
+def _with_coordinates(
     calls: Sequence[KernelCall],
     step: Step,
-    own: Step,
-    args: _AttendArgs,
+    own_step: Step,
+    arguments: _Arguments,
     extra: torch.Tensor | None,
     d_extra: torch.Tensor | None = None,
     d_tables: tuple[torch.Tensor, ...] = (),
 ) -> Iterator[tuple[KernelCall, Score, TileCoordinates | None]]:
-    """The calls of the kernel in a step, each with its score rule and, if that asks for it, where its tiles are."""
-    if not args.score.needs_positions:
-        yield from ((call, args.score, None) for call in calls)
-    elif calls:
-        score, q_positions = args.score, select(args.positions(own.source), own.rows)
-        if step.source == REPLICATED:
-            score, k_positions = score.for_compressed_kv(), torch.arange(count(step.rows), device=q_positions.device)
-        else:
-            k_positions = select(args.positions(step.source), step.rows)
+    """Yields each kernel call of a step with its score rule and, if the rule needs positions, its tile's coordinates."""
+    score = arguments.score
+    if not score.needs_positions:
         for call in calls:
-            batch, _, q_rows = call.q.index
-            channels = (None if x is None else call.q.view(x) for x in (extra, d_extra))
+            yield call, score, None
+    elif calls:
+        assert arguments.positions is not None
+        q_positions = select_runs(arguments.positions(own_step.source), own_step.rows)
+        if step.source == REPLICATED:
+            score = score.for_compressed_kv()
+            k_positions = torch.arange(count(step.rows), device=q_positions.device)
+        else:
+            k_positions = select_runs(arguments.positions(step.source), step.rows)
+        for call in calls:
+            batch, _, query_rows = call.q.slices
             yield (
                 call,
                 score,
-                TileCoordinates(batch, q_positions[q_rows], k_positions[call.k.index[2]], *channels, d_tables),
+                TileCoordinates(
+                    batch,
+                    q_positions[query_rows],
+                    k_positions[call.k.slices[2]],
+                    None if extra is None else call.q.view(extra),
+                    None if d_extra is None else call.q.view(d_extra),
+                    d_tables,
+                ),
             )

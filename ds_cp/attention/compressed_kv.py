@@ -1,4 +1,4 @@
-"""Entries: keys that stand for a window of tokens each, pooled by the model, and that every rank holds whole (DeepSeek V4)."""
+"""Compressed KV (DeepSeek V4): keys that the model pools from windows of tokens, replicated on every rank."""
 
 from __future__ import annotations
 
@@ -7,69 +7,73 @@ from typing import Iterator, Sequence
 
 import torch
 
-from ds_cp.attention.exchange import Exchange, Pair, as_heads
+from ds_cp.attention.exchange import Exchange, KVPair, unpack_rows
 from ds_cp.attention.score import TileCoordinates
-from ds_cp.attention.selected import Selected
+from ds_cp.attention.selected import SelectedKeys
 from ds_cp.attention.terms import as_bias
 from ds_cp.mask.schedule import Step
 
 
 @dataclass(frozen=True, eq=False)
 class CompressedKV:
-    """The entries of all documents of each row, side by side. A query sees those of its document whose window is complete.
+    """The compressed KV of all documents of each batch row, side by side.
+
+    A query sees those of its document whose window ends at its position or before.
 
     Attributes:
-        keys: [B, 1, T, d], one head for all queries, which are values, too; with a gradient.
-        start: [B, T] int64, where the document of each starts; -1 for none.
-        number: [B, T] int64, the index of its window within the document.
-        rate: tokens of a window.
-        origin, positions: [B, S'] int64, where each token's document starts, and where it stands in it.
-        selected: those that an indexer has chosen, by number; None where it chooses none.
+        keys: [B, 1, T, d], keys and values in one, with one head for all queries; requires grad.
+        document_start: [B, T] int64, start of the document that each belongs to; -1 for padding.
+        window_index: [B, T] int64, index of its window in the document.
+        rate: Number of tokens in a window.
+        origin: [B, S'] int64, start of each token's document.
+        positions: [B, S'] int64, position of each token in its document.
+        selected: Those that an indexer has selected, by ``window_index``; None without an indexer.
     """
 
     keys: torch.Tensor
-    start: torch.Tensor
-    number: torch.Tensor
+    document_start: torch.Tensor
+    window_index: torch.Tensor
     rate: int
     origin: torch.Tensor
     positions: torch.Tensor
-    selected: Selected | None = None
+    selected: SelectedKeys | None = None
 
     def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query sees the entry, -inf elsewhere, [B, 1, m, n]."""
+        """0 where a query sees a compressed key, -inf elsewhere, [B, 1 or H, m, n]."""
         origin, positions = (x[coordinates.batch][:, coordinates.q, None] for x in (self.origin, self.positions))
-        start, number = (x[coordinates.batch][:, None, coordinates.k] for x in (self.start, self.number))
-        seen = (start == origin) & (number < (positions + 1) // self.rate)
-        hidden = as_bias(seen, dtype).unsqueeze(1)
-        return hidden if self.selected is None else hidden + self.selected.bias(coordinates, dtype)
+        start, window = (x[coordinates.batch][:, None, coordinates.k] for x in (self.document_start, self.window_index))
+        seen = (start == origin) & (window < (positions + 1) // self.rate)
+        bias = as_bias(seen, dtype).unsqueeze(1)
+        return bias if self.selected is None else bias + self.selected.bias(coordinates, dtype)
 
-    def of_heads(self, heads: slice) -> "CompressedKV":
+    def of_heads(self, heads: slice) -> CompressedKV:
         return replace(self, selected=self.selected and self.selected.of_heads(heads))
 
 
 class CompressedKVExchange:
-    """An exchange with one more step, whose keys are here already; their gradient stays here.
+    """An exchange with a last step for compressed KV, which need no communication.
 
     Args:
-        exchange: of the other steps.
-        steps: this rank's schedule, the entries' step last.
-        keys: [B, 1, T, d], of the entries; their values, too.
+        exchange: Exchange of the other steps.
+        steps: This rank's schedule, with the step for compressed KV last.
+        keys: [B, 1, T, d], the compressed keys, which are the values, too.
     """
 
     def __init__(self, exchange: Exchange, steps: Sequence[Step], keys: torch.Tensor):
-        self.steps, self._exchange, self._keys, self._gradient = steps, exchange, keys, None
+        self.steps, self._exchange, self._keys = steps, exchange, keys
+        self._d_keys: torch.Tensor | None = None
 
     def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         yield from self._exchange.received(key, value)
         yield self.steps[-1], self._keys, self._keys
 
-    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: Pair) -> None:
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: KVPair) -> None:
         if step is self.steps[-1]:
-            d_keys, d_values = as_heads(grad_rows, self._keys.size(-1))
-            self._gradient = (d_keys + d_values).to(self._keys.dtype)
+            dk, dv = unpack_rows(grad_rows, self._keys.size(-1))
+            self._d_keys = (dk + dv).to(self._keys.dtype)
         else:
             self._exchange.return_gradients(step, grad_rows, own_gradients)
 
-    def finish(self, own_gradients: Pair) -> torch.Tensor | None:
+    def finish(self, own_gradients: KVPair) -> torch.Tensor | None:
         self._exchange.finish(own_gradients)
-        return torch.zeros_like(self._keys) if self._gradient is None else self._gradient
+        return torch.zeros_like(self._keys) if self._d_keys is None else self._d_keys

@@ -1,9 +1,9 @@
-"""K and V of a whole layer wait in host memory: attention of a few tokens at a time over blocks of keys that come and go.
+"""K and V of a layer in host memory (``"offload_kv"``): attention of a chunk of queries over blocks of K and V rows.
 
-One more exchange. Its steps are blocks of keys, and rows arrive from the host instead of from another rank; the next block
-is under way while a block is computed, as in a ring. Before, the ring's rows have been gathered into the host, block by
-block; behind, their gradients, which have been summed there, go home in the same way. So the device holds blocks only,
-however long a shard is.
+:class:`HostExchange` is one more exchange. Its steps are blocks of rows, which come from host memory instead of another
+rank; the next block is copied while a block is computed. Before attention runs, each rank receives the rows of other ranks,
+block by block, into its host memory. Gradients are summed in host memory, and afterwards returned to their owners in the
+same way. The device never holds more than a few blocks, however long the ring shard is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Iterator, Mapping, NamedTuple, Sequence
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_cp.attention.exchange import Pair, as_heads, as_rows
+from ds_cp.attention.exchange import KVPair, pack_rows, unpack_rows
 from ds_cp.attention.ulysses import HeadSharding, Tensors
 from ds_cp.layout import Run, slice_runs
 from ds_cp.mask.schedule import Step, count
@@ -26,20 +26,21 @@ from ds_cp.process_group import Group
 
 
 class HostRows:
-    """Rows [n, ...] in (pinned) host memory, of which a device sees a few at a time.
+    """Rows [n, ...] in host memory, pinned if the device is an accelerator.
 
-    Rows are fetched on a stream of its own, behind the kernels launched so far and beside those that are launched next.
+    :meth:`fetch` copies on a stream of its own: after the work that is queued so far, in parallel to what is queued next.
 
     Args:
-        shape: n, and what a row is.
-        device: where rows are used.
+        shape: n, and the shape of a row.
+        dtype: Dtype of the rows.
+        device: Device that reads and writes them.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device):
-        self._device, self._apart = device, device.type != "cpu"
-        self._rows = torch.empty(shape, dtype=dtype, pin_memory=self._apart)
+        self._device, self._is_accelerator = device, device.type != "cpu"
+        self._rows = torch.empty(shape, dtype=dtype, pin_memory=self._is_accelerator)
 
-    def zero(self) -> "HostRows":
+    def zero(self) -> HostRows:
         self._rows[:] = 0
         return self
 
@@ -47,36 +48,37 @@ class HostRows:
         self._rows[start : start + len(rows)].copy_(rows, non_blocking=True)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows on the device; not to be written to."""
+        """Rows on the device. They must not be written to: on CPUs they are a view."""
         return self._rows[start:stop].to(self._device, non_blocking=True)
 
     def add(self, start: int, rows: torch.Tensor) -> None:
         self.write(start, self.read(start, start + len(rows)) + rows)
 
-    def fetch(self, start: int, stop: int) -> "Arriving":
-        """Start to read rows."""
-        if not self._apart:
-            return Arriving(self.read(start, stop), None)
-        stream = _fetching(self._device)
+    def fetch(self, start: int, stop: int) -> PendingRows:
+        """Starts to copy rows to the device."""
+        if not self._is_accelerator:
+            return PendingRows(self.read(start, stop), None)
+        stream = _copy_stream(self._device)
         stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(stream):
-            return Arriving(self.read(start, stop), stream.record_event())
+            return PendingRows(self.read(start, stop), stream.record_event())
 
 
 @cache
-def _fetching(device: torch.device) -> "torch.cuda.Stream":
-    """One stream per device: memory is cached per stream."""
-    return get_accelerator().Stream(device=device)
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream per device, because the allocator caches memory per stream."""
+    stream: torch.cuda.Stream = get_accelerator().Stream(device=device)
+    return stream
 
 
-class Arriving(NamedTuple):
-    """Rows on their way from the host, and the event of their arrival."""
+class PendingRows(NamedTuple):
+    """Rows that are being copied to the device, and the event at the end of the copy; None on CPUs."""
 
     rows: torch.Tensor
-    event: "torch.cuda.Event | None"
+    event: torch.cuda.Event | None
 
     def wait(self) -> torch.Tensor:
-        """The rows, once the current stream may use them."""
+        """The rows; the current stream waits for the copy."""
         if self.event is not None:
             stream = get_accelerator().current_stream()
             stream.wait_event(self.event)
@@ -84,176 +86,205 @@ class Arriving(NamedTuple):
         return self.rows
 
 
+class _HostMemory:
+    """K and V rows of all steps of a schedule, one step after the other, and the sums of their gradients."""
+
+    def __init__(self, n_rows: int, key: torch.Tensor, value: torch.Tensor):
+        self.shape = (n_rows, *key.shape[:2], key.size(-1) + value.size(-1))
+        self.kv = HostRows(self.shape, key.dtype, key.device)
+        self.empty_key = key.new_empty((*key.shape[:2], 0, key.size(-1)))
+        self.empty_value = value.new_empty((*value.shape[:2], 0, value.size(-1)))
+
+    @cached_property
+    def gradients(self) -> HostRows:
+        sum_dtype = torch.promote_types(self.empty_key.dtype, torch.float32)
+        return HostRows(self.shape, sum_dtype, self.empty_key.device).zero()
+
+
 @dataclass(eq=False)
 class HostKV:
-    """K and V that this rank's queries of one layer need, and in time the gradients: the ring shard's rows, then those of
-    each further step of the schedule.
+    """All K and V that this rank's queries of one layer need, and the sums of their gradients, in host memory.
+
+    The rows are those of the schedule's steps, one step after the other: the ring shard's own, then those of other ranks.
 
     Attributes:
-        steps: the layer's schedule.
-        ring_group: the ring axis.
-        heads: of the ulysses axis, for whom a rank holds its ring shard's rows of its own heads.
-        length: L, tokens of this rank.
-        calls: "forward" and "backward" passes of attention layers, which each store counts once.
-        block: rows that the device sees at a time.
+        steps: The layer's schedule.
+        ring_group: The ring group.
+        heads: How the ulysses group shares heads. A rank stores the rows of its ring shard for its own heads.
+        length: L, number of tokens of this rank.
+        calls: Number of attention passes by phase; each store counts as one.
+        block: Number of rows in a block.
     """
 
     steps: Sequence[Step]
     ring_group: Group
     heads: HeadSharding
     length: int
-    calls: Counter
+    calls: Counter[str]
     block: int
-    _rows: HostRows | None = None
-    _shape: tuple[int, ...] = ()
-    _key: torch.Tensor | None = None
-    _value: torch.Tensor | None = None
-    _starts: list[int] = field(default_factory=list)
+    _allocated: _HostMemory | None = None
+    _starts: list[int] = field(init=False)
 
-    @cached_property
-    def _sums(self) -> HostRows:
-        """Of the rows' gradients."""
-        precise = torch.promote_types(self._key.dtype, torch.float32)
-        return HostRows(self._shape, precise, self._key.device).zero()
+    def __post_init__(self) -> None:
+        self._starts = [*accumulate((count(step.rows) for step in self.steps), initial=0)]
 
-    def put(self, span: Run, key: torch.Tensor, value: torch.Tensor, phase: str) -> None:
-        """Keep K and V of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv].
+    @property
+    def _memory(self) -> _HostMemory:
+        assert self._allocated is not None, "no K and V are stored"
+        return self._allocated
+
+    def put(self, chunk: Run, key: torch.Tensor, value: torch.Tensor, phase: str) -> None:
+        """Stores K and V of a chunk of this rank's tokens. All ranks of the ulysses group must call it.
 
         Args:
-            phase: "forward" or "backward", for counters and messages.
+            chunk: Local indices of the tokens.
+            key: [B, h, n, d].
+            value: [B, h, n, dv].
+            phase: "forward" or "backward", for counters and error messages.
         """
         key, value = self.heads.to_heads(phase, (), (key.detach(), value.detach()))
-        if self._rows is None:
-            self._starts = [*accumulate((count(step.rows) for step in self.steps), initial=0)]
-            self._shape = (self._starts[-1], *key.shape[:2], key.size(-1) + value.size(-1))
-            self._rows = HostRows(self._shape, key.dtype, key.device)
-            self._key, self._value = (x.new_empty((*x.shape[:2], 0, x.size(-1))) for x in (key, value))
-        for run, part in zip(self._spread(span), as_rows(key, value).split(span[1] - span[0])):
-            self._rows.write(run[0], part)
+        if self._allocated is None:
+            self._allocated = _HostMemory(self._starts[-1], key, value)
+        for run, rows in zip(self._shard_runs(chunk), pack_rows(key, value).split(chunk[1] - chunk[0])):
+            self._memory.kv.write(run[0], rows)
 
-    def complete(self, phase: str) -> None:
-        """Gather the rows of other ranks."""
+    def receive(self, phase: str) -> None:
+        """Receives the rows of other ranks, once all chunks are stored."""
         self.calls[phase] += 1
+        kv, empty_key = self._memory.kv, self._memory.empty_key
         for step, start in zip(self.steps[1:], self._starts[1:]):
-            for leave, arrive in self._messages(step.target_rows, step.rows):
-                buffer = self._key.new_empty((count(arrive), *self._shape[1:]))
-                parcel = torch.cat([self._rows.read(*run) for run in leave] or [buffer[:0]])
-                self._swap(f"{phase} rows", (step.target, parcel), (step.source, buffer))
-                self._rows.write(start, buffer)
-                start += len(buffer)
+            for to_send, to_receive in self._messages(step.target_rows, step.rows):
+                received = empty_key.new_empty((count(to_receive), *self._memory.shape[1:]))
+                sent = torch.cat([kv.read(*run) for run in to_send] or [received[:0]])
+                self._exchange_rows(f"{phase} rows", (step.target, sent), (step.source, received))
+                kv.write(start, received)
+                start += len(received)
 
-    def exchange(self, span: Run) -> "HostExchange":
-        """How the queries of a span meet all keys; what it needs is worked out once per batch."""
-        queries, known = tuple(self._spread(span)), self.steps[0].derived
-        if ("blocks", self.block, queries) not in known:
-            known["blocks", self.block, queries] = self._plan(queries)
-        return HostExchange(self, *known["blocks", self.block, queries])
+    def exchange(self, chunk: Run) -> HostExchange:
+        """The exchange for the queries of a chunk. Its steps are computed once per batch."""
+        queries, cached = tuple(self._shard_runs(chunk)), self.steps[0].derived
+        cache_key = "blocks", self.block, queries
+        if cache_key not in cached:
+            cached[cache_key] = self._steps_for(queries)
+        return HostExchange(self, *cached[cache_key])
 
-    def fetch(self, step: Step, start: int) -> "Arriving":
-        """Start to bring the rows of a block."""
-        return self._rows.fetch(start, start + count(step.rows))
+    def fetch(self, step: Step, start: int) -> PendingRows:
+        """Starts to copy the rows of a block to the device."""
+        return self._memory.kv.fetch(start, start + count(step.rows))
 
-    def empty_kv(self) -> Pair:
-        """K and V of no rows: a span's attention is given none; they ask for a gradient, so that its backward runs."""
-        return tuple(x.detach().requires_grad_() for x in (self._key, self._value))
+    def empty_kv(self) -> KVPair:
+        """K and V without rows, the inputs of a chunk's attention. They require grad, so that its backward pass runs."""
+        return self._memory.empty_key.detach().requires_grad_(), self._memory.empty_value.detach().requires_grad_()
 
-    def add_gradient(self, start: int, rows: torch.Tensor) -> None:
-        """Sum up the gradient of some rows, [n, B, h, d + dv]."""
-        self._sums.add(start, rows)
+    def add_gradient(self, start: int, grad_rows: torch.Tensor) -> None:
+        """Adds the gradient [n, B, h, d + dv] of some rows to the sums."""
+        self._memory.gradients.add(start, grad_rows)
 
     def return_gradients(self) -> None:
-        """Bring the gradients of other ranks' rows to them, and add what comes for this rank's."""
+        """Sends the gradients of other ranks' rows to them, and adds those that they return for this rank's rows."""
+        gradients = self._memory.gradients
         for step, start in zip(self.steps[1:], self._starts[1:]):
-            for leave, arrive in self._messages(step.rows, step.target_rows):
-                parcel = self._sums.read(start, start + count(leave)).contiguous()
-                start += len(parcel)
-                buffer = parcel.new_empty((count(arrive), *self._shape[1:]))
-                self._swap("backward gradients", (step.source, parcel), (step.target, buffer))
-                for run, part in zip(arrive, buffer.split([stop - first for first, stop in arrive])):
-                    self._sums.add(run[0], part)
+            for to_send, to_receive in self._messages(step.rows, step.target_rows):
+                sent = gradients.read(start, start + count(to_send)).contiguous()
+                start += len(sent)
+                received = sent.new_empty((count(to_receive), *self._memory.shape[1:]))
+                self._exchange_rows("backward gradients", (step.source, sent), (step.target, received))
+                for run, rows in zip(to_receive, received.split([stop - first for first, stop in to_receive])):
+                    gradients.add(run[0], rows)
 
-    def gradient(self, span: Run) -> Pair:
-        """dK and dV of a span of this rank's tokens, [B, h, n, d] and [B, h, n, dv]."""
-        rows = torch.cat([self._sums.read(*run) for run in self._spread(span)]).to(self._key.dtype)
-        return tuple(self.heads.to_tokens("backward", (), as_heads(rows, self._key.size(-1))))
+    def gradient(self, chunk: Run) -> KVPair:
+        """dK [B, h, n, d] and dV [B, h, n, dv] of a chunk. All ranks of the ulysses group must call it."""
+        empty_key = self._memory.empty_key
+        rows = torch.cat([self._memory.gradients.read(*run) for run in self._shard_runs(chunk)]).to(empty_key.dtype)
+        dk, dv = self.heads.to_tokens("backward", (), unpack_rows(rows, empty_key.size(-1)))
+        return dk, dv
 
-    def _spread(self, span: Run) -> Iterator[Run]:
-        """The ring shard's rows of a span that each rank of the ulysses axis computes at the same time."""
+    def _shard_runs(self, chunk: Run) -> Iterator[Run]:
+        """The rows of the ring shard that belong to a chunk: all ranks of the ulysses group compute it at the same time."""
         for start in range(0, count(self.steps[0].rows), self.length):
-            yield start + span[0], start + span[1]
+            yield start + chunk[0], start + chunk[1]
 
-    def _messages(self, leave: Sequence[Run], arrive: Sequence[Run]) -> Iterator[tuple[Sequence[Run], Sequence[Run]]]:
-        """Rows of both directions, as many at a time as a block holds; both ends of a message cut it alike."""
-        cut = (
-            [slice_runs(runs, i, i + self.block) for i in range(0, count(runs), self.block)] for runs in (leave, arrive)
+    def _messages(
+        self, to_send: tuple[Run, ...], to_receive: tuple[Run, ...]
+    ) -> Iterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
+        """Both directions' rows, a block at a time. Sender and receiver split the rows of a message alike."""
+        sends, receives = (
+            [slice_runs(runs, i, i + self.block) for i in range(0, count(runs), self.block)]
+            for runs in (to_send, to_receive)
         )
-        yield from zip_longest(*cut, fillvalue=())
+        yield from zip_longest(sends, receives, fillvalue=())
 
-    def _swap(self, what: str, parcel: tuple[int, torch.Tensor], buffer: tuple[int, torch.Tensor]) -> None:
-        sends, receives = ([each] if len(each[1]) else [] for each in (parcel, buffer))
+    def _exchange_rows(self, what: str, send: tuple[int, torch.Tensor], receive: tuple[int, torch.Tensor]) -> None:
+        """Sends rows to one ring rank and receives rows from another one; without rows there is no message."""
+        sends, receives = ([message] if len(message[1]) else [] for message in (send, receive))
         self.ring_group.isend_irecv(
-            sends, receives, f"{what} in blocks, with ranks {parcel[0]} and {buffer[0]} of the ring"
+            sends, receives, f"{what} in blocks, with ranks {send[0]} and {receive[0]} of the ring"
         ).wait()
 
-    def _plan(self, queries: tuple[Run, ...]) -> tuple[Step, dict[Step, int]]:
-        """For some rows of the ring shard: a step that stands for them, and a step per block of keys that one of them sees,
-        with where its rows start."""
+    def _steps_for(self, queries: tuple[Run, ...]) -> tuple[Step, dict[Step, int]]:
+        """The steps of a :class:`HostExchange` for some rows of the ring shard.
+
+        Returns:
+            A step with the queries and without keys; and for each block of rows that one of them sees a step, with the
+            index of its first row.
+        """
         own, blocks = self.steps[0], {}
         for step, start in zip(self.steps, self._starts):
             tiles: dict[int, list[Tile]] = {}
             for tile in step.tiles:
                 for number in range(tile.k_start // self.block, -(-tile.k_stop // self.block)):
-                    tiles.setdefault(number, []).extend(_meetings(tile, queries, self._block_of(step, number)))
-            for number in sorted(number for number, found in tiles.items() if found):
-                keys = self._block_of(step, number)
+                    tiles.setdefault(number, []).extend(_tiles_of(tile, queries, self._block_rows(step, number)))
+            for number in sorted(number for number, tiles_of_block in tiles.items() if tiles_of_block):
+                keys = self._block_rows(step, number)
                 rows = slice_runs(step.rows, *keys)
                 blocks[Step(step.source, step.target, rows, (), tuple(tiles[number]))] = start + keys[0]
         return Step(own.source, own.target, queries, (), ()), blocks
 
-    def _block_of(self, step: Step, number: int) -> Run:
+    def _block_rows(self, step: Step, number: int) -> Run:
         return number * self.block, min(count(step.rows), (number + 1) * self.block)
 
 
-def _meetings(tile: Tile, queries: Sequence[Run], keys: Run) -> Iterator[Tile]:
-    """The part of a tile in which some runs of queries meet a run of keys, counted through the runs."""
+def _tiles_of(tile: Tile, queries: Sequence[Run], keys: Run) -> Iterator[Tile]:
+    """The parts of a tile in which runs of queries meet a run of keys; query indices count through the runs."""
     before = 0
     for run in queries:
-        for piece in intersect(tile, run, keys):
-            yield piece._replace(q_start=piece.q_start + before, q_stop=piece.q_stop + before)
+        for part in intersect(tile, run, keys):
+            yield part._replace(q_start=part.q_start + before, q_stop=part.q_stop + before)
         before += run[1] - run[0]
 
 
 class HostExchange:
-    """The exchange of a span of queries: blocks of keys arrive from the host, their gradients are summed there.
+    """The exchange of a chunk of queries: blocks of K and V come from host memory, their gradients are summed there.
 
     Args:
         host_kv: K and V of the layer.
-        queries: a step that stands for the queries, without keys.
-        blocks: a step each, and where its rows start among those that are held.
+        queries: Step with the queries and without keys.
+        blocks: Steps of the blocks, with the index of each block's first row in ``host_kv``.
     """
 
     def __init__(self, host_kv: HostKV, queries: Step, blocks: Mapping[Step, int]):
-        self.steps = [queries, *blocks]
+        self.steps: Sequence[Step] = [queries, *blocks]
         self._host_kv, self._blocks = host_kv, blocks
 
     def received(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        arriving = (self._host_kv.fetch(*block) for block in self._blocks.items())
-        under_way = next(arriving, None)
+        fetches = (self._host_kv.fetch(step, start) for step, start in self._blocks.items())
+        pending = next(fetches, None)
         yield self.steps[0], key, value
         for step in self._blocks:
-            rows, under_way = under_way.wait(), next(arriving, None)
-            yield step, *as_heads(rows, key.size(-1))
+            assert pending is not None
+            rows, pending = pending.wait(), next(fetches, None)
+            yield step, *unpack_rows(rows, key.size(-1))
 
-    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: Pair) -> None:
+    def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: KVPair) -> None:
         self._host_kv.add_gradient(self._blocks[step], grad_rows)
 
-    def finish(self, own_gradients: Pair) -> None:
-        """Nothing is under way."""
+    def finish(self, own_gradients: KVPair) -> None:
+        """No gradients are in flight."""
 
 
 @dataclass(frozen=True)
 class QueryHeadsOnly:
-    """Heads of a span's attention: K and V are held by heads already."""
+    """The head sharding of a chunk's attention: exchanges queries only, for K and V are stored per head already."""
 
     heads: HeadSharding
 

@@ -1,7 +1,8 @@
-"""Attention that a checkpointed layer computes once: its first run keeps (out, lse) of each call, its second takes them.
+"""Attention outputs that a checkpointed layer saves, so that its recomputation does not run attention again.
 
-Gradient checkpointing runs a layer again in the backward pass. Projections are cheap to run again; attention is not, and
-shared attention would communicate again. What is kept instead is one tensor of the hidden states' size per layer.
+Gradient checkpointing runs a layer a second time in the backward pass. Projections are cheap to recompute; attention is
+not, and context-parallel attention would communicate again. Saving its output and lse costs about one tensor of the size of
+the hidden states per layer.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ from typing import Any, Callable, Iterator
 import torch
 
 
-def _as_it_is(tensor: Any) -> Any:
+def _identity(tensor: Any) -> Any:
     return tensor
 
 
 class SavedAttention:
-    """What the attention calls of one run of one layer left for its recomputation, in the order of the calls.
+    """The outputs of the attention calls of one layer, in the order of the calls.
 
     Args:
-        away, back: where outputs wait, and how they return.
+        offload: Moves an output to where it is stored.
+        reload: Moves a stored output back.
     """
 
     def __init__(
-        self, away: Callable[[torch.Tensor], Any] = _as_it_is, back: Callable[[Any], torch.Tensor] = _as_it_is
+        self, offload: Callable[[torch.Tensor], Any] = _identity, reload: Callable[[Any], torch.Tensor] = _identity
     ) -> None:
-        self._runs, self._away, self._back = 0, away, back
+        self._runs, self._offload, self._reload = 0, offload, reload
         self._calls: deque[tuple[Any, torch.Tensor]] = deque()
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """While the layer runs. What the recomputation does not take is let go; one more run computes everything."""
+        """Context of one run of the layer: the first saves, the second takes, and any later one computes everything.
+
+        Whatever the second run does not take is freed.
+        """
         self._runs += 1
         try:
             yield
@@ -41,13 +46,13 @@ class SavedAttention:
                 self._calls.clear()
 
     def put(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Keep what a call computed, in the first run only; without its graph, which would keep this alive in turn."""
+        """Saves the result of a call in the first run. It is detached: its graph would refer to this object."""
         if self._runs == 1:
-            self._calls.append((self._away(out.detach()), lse))
+            self._calls.append((self._offload(out.detach()), lse))
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(out, lse) of the next call; None in the first run, and in any after the second."""
+        """(out, lse) of the next call in the second run; None in any other run."""
         if self._runs == 1 or not self._calls:
             return None
         out, lse = self._calls.popleft()
-        return self._back(out), lse
+        return self._reload(out), lse

@@ -1,25 +1,29 @@
-"""What happens to q k^T between the product and the softmax, and to the probabilities behind it, as data for the kernels.
+"""The score rule of a layer: what is applied to q k^T before the softmax, and to the probabilities after it.
 
-In order: scale, softcap, terms (ALiBi, a mask by index, ...), softmax with an optional sink, dropout. What depends on
-where a token stands is given global positions (by :mod:`.attend`), so it does not matter how the sequence is cut.
+In order: scale, softcap, terms (ALiBi, a mask by index, ...), softmax with an optional sink, dropout. Kernels apply it. What
+depends on positions gets the global positions of a tile's queries and keys (from :mod:`ds_cp.attention.attend`), so results
+do not depend on how the sequence is sharded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 
 
 class TileCoordinates(NamedTuple):
-    """Which part of the whole batch a tile is.
+    """Where a tile is in the whole batch, and what terms need of its queries.
 
     Attributes:
-        batch: its rows.
-        q, k: global positions of its queries [m] and keys [n]; of entries their indices.
-        extra_query_channels: [B, H, m, c], the channels of its queries behind those that meet the keys; a term may read them.
-        d_extra_query_channels, gradients: in the backward pass where to add the gradients of ``extra_query_channels`` and of :attr:`Score.tables`.
+        batch: Batch rows of the tile.
+        q: Global positions of its queries, [m].
+        k: Global positions of its keys, [n]; in compressed KV, their indices.
+        extra_query_channels: [B, H, m, c], channels of the queries that do not meet the keys; terms may read them. None if
+            queries have none.
+        d_extra_query_channels: Sum to which the backward pass adds the gradient of ``extra_query_channels``.
+        d_tables: Sums to which the backward pass adds the gradients of :attr:`Score.tables`.
     """
 
     batch: slice
@@ -27,37 +31,51 @@ class TileCoordinates(NamedTuple):
     k: torch.Tensor
     extra_query_channels: torch.Tensor | None = None
     d_extra_query_channels: torch.Tensor | None = None
-    gradients: tuple[torch.Tensor, ...] = ()
+    d_tables: tuple[torch.Tensor, ...] = ()
 
 
 class Term(Protocol):
-    """Something that is added to the scores; -inf hides a key.
-
-    One that learns has its parameters as ``table``, and ``gradient(d_scores, where)``, the table's from that of a tile.
-    """
+    """A bias that is added to the scores; -inf hides a key."""
 
     def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to a tile's scores, of a shape that broadcasts to [B, H, m, n]."""
+        """The bias of a tile, in a shape that broadcasts to [B, H, m, n]."""
 
-    def of_heads(self, heads: slice) -> "Term":
-        """The same for some of the query heads."""
+    def of_heads(self, heads: slice) -> Term:
+        """The same term for some of the query heads."""
+
+
+class LearnedTerm(Term, Protocol):
+    """A term with a learned table."""
+
+    table: torch.Tensor
+
+    def gradient(self, d_scores: torch.Tensor, coordinates: TileCoordinates) -> torch.Tensor:
+        """A tile's share of the table's gradient, from the gradient of its scores [B, H, m, n]."""
+
+
+def _is_learned(term: Term) -> TypeGuard[LearnedTerm]:
+    return hasattr(term, "table")
 
 
 class CompressedKVTerm(Term, Protocol):
-    """Keys that every rank holds whole, which are values, too; as a term it hides them, by their index, from some queries."""
+    """Further keys, replicated on every rank, which are values, too. The term hides them, by index, from some queries."""
 
     keys: torch.Tensor
-    """[B, 1, T, d], one head for all queries, with a gradient."""
+    """[B, 1, T, d], one head for all queries; requires grad."""
+
+    def of_heads(self, heads: slice) -> CompressedKVTerm: ...
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention probabilities, by a counter: a pair of global positions is kept or not, whoever computes it.
+    """Dropout of attention probabilities by a counter-based random number of each (batch row, head, query, key).
+
+    Whether a pair is dropped depends on its global positions, and not on the rank or the tile that computes it.
 
     Attributes:
-        rate: share of the probabilities that become 0; the others grow by ``1 / (1 - rate)``.
-        seed: equal on all ranks of a group, different per layer and forward.
-        first_head: the index of this rank's first query head.
+        rate: Share of the probabilities that become 0; the others are multiplied by ``1 / (1 - rate)``.
+        seed: Seed, equal on all ranks of a context-parallel group, different for each layer and forward pass.
+        first_head: Index of this rank's first query head.
     """
 
     rate: float
@@ -69,21 +87,28 @@ class Dropout:
         device = coordinates.q.device
         batch = torch.arange(coordinates.batch.start, coordinates.batch.stop, device=device).view(-1, 1, 1, 1)
         head = torch.arange(self.first_head, self.first_head + heads, device=device).view(1, -1, 1, 1)
-        word = self.seed & _WORD  # a number until positions come in: nothing of it waits for the device
-        for part in (self.seed >> 32, batch, head, coordinates.q.view(1, 1, -1, 1), coordinates.k.view(1, 1, 1, -1)):
-            word = _mix(word + part * 0x9E3779B1)
-        return _mix(word) >= int(self.rate * 2**32)
+        q, k = coordinates.q.view(1, 1, -1, 1), coordinates.k.view(1, 1, 1, -1)
+        seed = _mix(
+            (self.seed & _32_BITS) + (self.seed >> 32) * _GOLDEN_RATIO
+        )  # a Python number: no device is involved
+        bits = _mix(seed + batch * _GOLDEN_RATIO)
+        for index in (head, q, k):
+            bits = _mix(bits + index * _GOLDEN_RATIO)
+        return _mix(bits) >= int(self.rate * 2**32)
 
 
-_WORD = 0xFFFFFFFF
+_32_BITS = 0xFFFFFFFF
+_GOLDEN_RATIO = 0x9E3779B1
+
+_Bits = TypeVar("_Bits", int, torch.Tensor)
 
 
-def _mix(word: Any) -> Any:
-    """A bijection of 32-bit words whose every output bit depends on every input bit (multiply and xor-shift)."""
-    word = word & _WORD
-    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
-    word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
-    return word ^ (word >> 16)
+def _mix(bits: _Bits) -> _Bits:
+    """A bijection of 32-bit numbers whose every output bit depends on every input bit (multiply and xor-shift)."""
+    bits = bits & _32_BITS
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _32_BITS
+    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & _32_BITS
+    return bits ^ (bits >> 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +116,14 @@ class Score:
     """A layer's score rule.
 
     Attributes:
-        scale: factor on q k^T.
-        softcap: c in ``c tanh(s / c)``; None for none.
-        terms: what is added to the scores.
-        dropout: of the probabilities.
-        sinks: [H], a score per query head that takes part in the softmax and has no value; it is folded in after the merge,
-            kernels never see it.
-        sinks_in_query: whether each query has such a score of its own instead, its last channel.
-        compressed_kv: further keys, which stand for many tokens each and which every rank holds whole.
+        scale: Factor of q k^T.
+        softcap: c in ``c tanh(s / c)``; None for no softcap.
+        terms: Biases that are added to the scores.
+        dropout: Dropout of the probabilities; None for none.
+        sinks: [H], one score per query head that takes part in the softmax without a value. They are added after the
+            merge, so kernels do not see them.
+        sinks_in_query: Whether each query has a sink of its own, in its last channel, instead.
+        compressed_kv: Further keys that stand for windows of tokens, replicated on every rank; None for none.
     """
 
     scale: float
@@ -111,35 +136,27 @@ class Score:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The terms' tensors that want a gradient, in order."""
-        return tuple(term.table for term in self._learning)
-
-    def collect(self, d_scores: torch.Tensor, coordinates: TileCoordinates | None) -> None:
-        """Add a tile's share to the gradients of :attr:`tables`; d_scores is [B, H, m, n], by the scores before softmax."""
-        for term, total in zip(self._learning, coordinates.gradients if coordinates else ()):
-            total += term.gradient(d_scores, coordinates)
+        """The tables of the learned terms, in order."""
+        return tuple(term.table for term in self.terms if _is_learned(term))
 
     @property
-    def _learning(self) -> list[Any]:
-        return [term for term in self.terms if hasattr(term, "table")]
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """What a kernel must be able to do beyond scaling."""
-        asked = {
+    def features(self) -> frozenset[str]:
+        """Names of what a kernel must support besides the scale."""
+        used = {
             "softcap": self.softcap,
             "terms": self.terms,
             "dropout": self.dropout,
             "compressed_kv": self.compressed_kv,
         }
-        return frozenset(name for name, value in asked.items() if value)
+        return frozenset(name for name, value in used.items() if value)
 
     @property
     def needs_positions(self) -> bool:
+        """Whether the rule depends on positions, so that it needs the coordinates of each tile."""
         return bool(self.terms or self.dropout or self.compressed_kv)
 
-    def of_heads(self, start: int, stop: int) -> "Score":
-        """The rule for the query heads ``start`` to ``stop``; itself where heads do not matter."""
+    def of_heads(self, start: int, stop: int) -> Score:
+        """The rule for query heads ``start`` to ``stop``; the same object if it is equal for all heads."""
         if self.sinks is None and not self.needs_positions:
             return self
         heads = slice(start, stop)
@@ -151,30 +168,50 @@ class Score:
             compressed_kv=self.compressed_kv and self.compressed_kv.of_heads(heads),
         )
 
-    def for_compressed_kv(self) -> "Score":
-        """The rule for the entries, which say themselves who sees them. Their indices are no positions of tokens, so dropout
-        counts them apart."""
+    def for_compressed_kv(self) -> Score:
+        """The rule for the compressed KV, whose only term hides them from queries.
+
+        Dropout gets another seed, because the indices of compressed KV are not positions of tokens.
+        """
+        assert self.compressed_kv is not None
         dropout = self.dropout and replace(self.dropout, seed=self.dropout.seed + 1)
         return replace(self, terms=(self.compressed_kv,), dropout=dropout)
 
     def apply(self, products: torch.Tensor, coordinates: TileCoordinates | None) -> torch.Tensor:
-        """Scores [B, H, m, n] from q k^T of a tile, which must say where it is if the rule :attr:`needs_positions`."""
+        """Scores [B, H, m, n] of a tile from its q k^T; ``coordinates`` is needed if :attr:`needs_positions`."""
         scores = products * self.scale
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         for term in self.terms:
-            scores = scores + term.bias(coordinates, scores.dtype)
+            scores = scores + term.bias(_needed(coordinates), scores.dtype)
         return scores
 
-    def slope(self, products: torch.Tensor) -> torch.Tensor | float:
-        """The derivative of the scores by q k^T."""
+    def derivative(self, products: torch.Tensor) -> torch.Tensor | float:
+        """Derivative of the scores with respect to q k^T."""
         if not self.softcap:
             return self.scale
         return (1 - torch.tanh(products * self.scale / self.softcap).square()) * self.scale
 
-    def dropped(self, probabilities: torch.Tensor, coordinates: TileCoordinates | None) -> torch.Tensor:
-        """Dropout on a tile's probabilities, or on their gradients: the same pairs in forward and backward."""
+    def apply_dropout(self, probabilities: torch.Tensor, coordinates: TileCoordinates | None) -> torch.Tensor:
+        """Drops the same pairs of a tile each time: of its probabilities, and of their gradients."""
         if self.dropout is None:
             return probabilities
-        keep = self.dropout.keep(coordinates, probabilities.size(1))
+        keep = self.dropout.keep(_needed(coordinates), probabilities.size(1))
         return probabilities * keep / (1 - self.dropout.rate)
+
+    def add_table_gradients(self, d_scores: torch.Tensor, coordinates: TileCoordinates | None) -> None:
+        """Adds a tile's share to the gradients of :attr:`tables`.
+
+        Args:
+            d_scores: [B, H, m, n], gradient of the scores before the softmax.
+            coordinates: Coordinates of the tile, which hold the sums.
+        """
+        if coordinates is not None:
+            learned = (term for term in self.terms if _is_learned(term))
+            for term, total in zip(learned, coordinates.d_tables):
+                total += term.gradient(d_scores, coordinates)
+
+
+def _needed(coordinates: TileCoordinates | None) -> TileCoordinates:
+    assert coordinates is not None, "this score rule needs the coordinates of each tile"
+    return coordinates

@@ -1,4 +1,4 @@
-"""Keys that a model chooses by itself for each query (sparse attention with an indexer), as a term: all others are hidden."""
+"""Sparse attention with an indexer: a term that hides all keys that the model has not selected for a query."""
 
 from __future__ import annotations
 
@@ -13,71 +13,70 @@ from ds_cp.mesh import Mesh
 
 
 @dataclass(frozen=True, eq=False)
-class Selected:
-    """The keys of each query of this rank's ring shard, chosen by blocks of neighbouring keys of its document.
+class SelectedKeys:
+    """The keys that each query of this rank's ring shard has selected, in blocks of adjacent keys of its document.
 
     Attributes:
-        chosen: [B, G, R, n] int, for each of G groups of heads the blocks that the R queries of the ring shard chose, in
-            its order; counted from the document's start, -1 for none.
-        group: [H] int64, the group of each query head.
-        block: [B, keys] int64, in which block each key is, by global position.
-        count: as many blocks as a document may have.
-        row: [S'] int64, the ring shard's row of each global position that it holds.
+        selected: [B, G, R, n] int, for each of G head groups the blocks that the ring shard's R queries have selected, in
+            local order. Blocks are counted from the document's start; -1 is none.
+        head_group: [H] int64, head group of each query head.
+        block_of_key: [B, keys] int64, block of each key, by global position.
+        max_blocks: Largest number of blocks that a document may have.
+        row_of_position: [S'] int64, for each global position in this ring shard its row in ``selected``.
     """
 
-    chosen: torch.Tensor
-    group: torch.Tensor
-    block: torch.Tensor
-    count: int
-    row: torch.Tensor
+    selected: torch.Tensor
+    head_group: torch.Tensor
+    block_of_key: torch.Tensor
+    max_blocks: int
+    row_of_position: torch.Tensor
 
     @staticmethod
-    def by_this_rank(
-        mesh: Mesh, layout: Layout, chosen: torch.Tensor, block: torch.Tensor, count: int, heads: int
-    ) -> "Selected":
-        """From what this rank's queries chose; every rank of the ulysses group must call it.
+    def from_local_queries(
+        mesh: Mesh, layout: Layout, selected: torch.Tensor, block_of_key: torch.Tensor, max_blocks: int, heads: int
+    ) -> SelectedKeys:
+        """Makes the term from what this rank's queries have selected. All ranks of a ulysses group must call it.
 
         Args:
-            chosen: [B, G, L, n].
-            block: [B, keys], in which block each key is.
-            count: as many blocks as a document may have.
-            heads: H, query heads; each group serves equally many.
+            selected: [B, G, L, n], blocks that this rank's queries have selected; -1 is none.
+            block_of_key: [B, keys], block of each key.
+            max_blocks: Largest number of blocks that a document may have.
+            heads: H, number of query heads. All head groups have equally many.
         """
         ulysses = mesh.ulysses_group
-        if ulysses.size > 1:  # attention runs on the tokens of the whole ring shard there
-            chosen = torch.cat([*ulysses.all_gather(chosen, "keys that each query chose")], dim=2)
-        held = layout.positions(mesh.ring_group.rank, chosen.device)
-        row = torch.zeros(layout.padded_len, dtype=torch.int64, device=chosen.device)
-        row[held] = torch.arange(len(held), device=chosen.device)
-        group = torch.arange(chosen.size(1), device=chosen.device).repeat_interleave(heads // chosen.size(1))
-        return Selected(chosen, group, block, count, row)
+        if ulysses.size > 1:  # attention runs on all tokens of the ring shard
+            selected = torch.cat([*ulysses.all_gather(selected, "keys that each query chose")], dim=2)
+        positions = layout.positions(mesh.ring_group.rank, selected.device)
+        row_of_position = torch.zeros(layout.padded_len, dtype=torch.int64, device=selected.device)
+        row_of_position[positions] = torch.arange(len(positions), device=selected.device)
+        groups = selected.size(1)
+        head_group = torch.arange(groups, device=selected.device).repeat_interleave(heads // groups)
+        return SelectedKeys(selected, head_group, block_of_key, max_blocks, row_of_position)
 
-    def of_heads(self, heads: slice) -> "Selected":
-        return replace(self, group=self.group[heads])
+    def of_heads(self, heads: slice) -> SelectedKeys:
+        return replace(self, head_group=self.head_group[heads])
 
     def bias(self, coordinates: TileCoordinates, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query of a tile chose the key, -inf elsewhere, [B, 1 or H, m, n]; a tile of tokens is of one document."""
-        chosen, blocks = (
-            self.chosen[coordinates.batch][:, :, self.row[coordinates.q]],
-            self.block[coordinates.batch][:, coordinates.k],
-        )
-        # one key of the tile stands for its block, so that nothing is as wide as the document
-        one_of = blocks.new_full((len(blocks), self.count + 1), -1)
-        one_of.scatter_(1, blocks, torch.arange(blocks.size(1), device=blocks.device).expand_as(blocks))
-        keys = one_of.gather(1, _or(chosen, self.count).flatten(1)).view_as(chosen)
-        by_key = hidden_but(keys, blocks.size(1))
-        hidden = torch.stack([row[..., of_blocks] for row, of_blocks in zip(by_key, one_of.gather(1, blocks))])
+        """0 where a query has selected the key, -inf elsewhere, [B, 1 or H, m, n]. All keys of a tile are of one document."""
+        selected = self.selected[coordinates.batch][:, :, self.row_of_position[coordinates.q]]
+        blocks = self.block_of_key[coordinates.batch][:, coordinates.k]
+        # One key of the tile represents its block, so that no tensor per query is as wide as the document.
+        representative = blocks.new_full((len(blocks), self.max_blocks + 1), -1)
+        representative.scatter_(1, blocks, torch.arange(blocks.size(1), device=blocks.device).expand_as(blocks))
+        keys = representative.gather(1, _replace_none(selected, self.max_blocks).flatten(1)).view_as(selected)
+        unselected = not_selected(keys, blocks.size(1))
+        hidden = torch.stack([row[..., index] for row, index in zip(unselected, representative.gather(1, blocks))])
         if hidden.size(1) > 1:
-            hidden = hidden[:, self.group]
+            hidden = hidden[:, self.head_group]
         return as_bias(~hidden, dtype)
 
 
-def hidden_but(chosen: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of ``count`` keys or blocks are not among the chosen ones [..., n], -1 for none: bool [..., count]."""
-    hidden = chosen.new_ones((*chosen.shape[:-1], count + 1), dtype=torch.bool)
-    return hidden.scatter(-1, _or(chosen, count), False)[..., :count]
+def not_selected(selected: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of ``count`` keys are not among the selected ones [..., n], in which -1 is none: bool [..., count]."""
+    hidden = selected.new_ones((*selected.shape[:-1], count + 1), dtype=torch.bool)
+    return hidden.scatter(-1, _replace_none(selected, count), False)[..., :count]
 
 
-def _or(chosen: torch.Tensor, none: int) -> torch.Tensor:
-    """Indices, int64, with another number than -1 for none."""
-    return torch.where(chosen < 0, none, chosen).long()
+def _replace_none(indices: torch.Tensor, none: int) -> torch.Tensor:
+    """Indices as int64, with ``none`` instead of -1."""
+    return torch.where(indices < 0, none, indices).long()

@@ -126,7 +126,7 @@ class _Layer:
             key, value, make = self.until_attention(x[:, slice(*tokens)], tokens)
             host_kv = host_kv or make(self.block)
             host_kv.put(tokens, key, value, phase)
-        host_kv.complete(phase)
+        host_kv.receive(phase)
         return host_kv
 
     def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, MakeHostKV]:

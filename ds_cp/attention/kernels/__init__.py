@@ -1,10 +1,10 @@
-"""Block kernels: attention of a few queries over a few keys, with its log-sum-exp. One file each, one interface."""
+"""Attention kernels: attention of some queries over some keys, with its log-sum-exp. One file each, one interface."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Iterable, Protocol, Sequence
+from typing import TYPE_CHECKING, Iterable, Protocol, Sequence, Union, cast
 
 import torch
 
@@ -13,27 +13,33 @@ from ds_cp.attention.score import Score, TileCoordinates
 from ds_cp.mask.schedule import Step
 from ds_cp.mask.tile import Tile
 
-Work = Tile | Launch
-"""What one call of a kernel computes."""
+if TYPE_CHECKING:
+    from ds_cp.attention.kernels.torch_flash import TileBatch
+
+Work = Union[Tile, "TileBatch", Launch]
+"""What one call of a kernel computes: a tile, or several. Each kernel has one type, which :meth:`Kernel.launches` returns."""
 
 
 class Kernel(Protocol):
-    """What :mod:`ds_cp.attention.attend` asks of a block kernel.
+    """A kernel that computes attention on tiles, and its gradients.
 
-    Shapes: q [B, H, m, d], k [B, h, n, d], v [B, h, n, dv] with h dividing H, lse [B, H, m] natural log, fp32 or fp64.
-    Strides are free but for the last dim, which is contiguous. m and n are never 0, and every query sees a key.
+    Shapes: q [B, H, m, d], k [B, h, n, d], v [B, h, n, dv] with h dividing H, lse [B, H, m] as natural log in fp32 or fp64.
+    Strides are arbitrary, except that the last dim is contiguous. m and n are at least 1, and every query sees a key.
+
+    Attributes:
+        name: Name in ``Plan.kernel`` and in reports.
     """
 
     name: str
 
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
-        """Whether this kernel runs tensors of this device, dtype and head dims under this score rule."""
+        """Whether this kernel supports the device, dtype and head dims of these tensors, and this score rule."""
 
     def lower(self, tile: Tile) -> Iterable[Tile]:
-        """Split a tile into tiles whose bands this kernel runs natively."""
+        """Splits a tile into tiles whose bands this kernel supports."""
 
     def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Work]:
-        """Join lowered tiles that one call computes; a kernel that cannot returns the tiles."""
+        """Joins lowered tiles that one call can compute; a kernel that computes one tile per call returns the tiles."""
 
     def forward(
         self,
@@ -44,10 +50,11 @@ class Kernel(Protocol):
         score: Score,
         coordinates: TileCoordinates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, H, m, dv], lse) of the work's tiles, each inside its band.
+        """Attention inside the band of each tile: out [B, H, m, dv] and lse.
 
         Args:
-            where: given if the score rule needs positions.
+            work: One of :meth:`launches`; q, k and v hold the queries and keys of all of its tiles.
+            coordinates: Where the tile is in the batch; needed if ``score.needs_positions``.
         """
 
     def backward(
@@ -62,7 +69,10 @@ class Kernel(Protocol):
         score: Score,
         coordinates: TileCoordinates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Its share of (dq, dk, dv), given out and lse over *all* keys: exact, no forward is replayed."""
+        """The tiles' share of dq, dk and dv.
+
+        ``out`` and ``lse`` are over *all* keys, which makes the share exact without running the forward pass again.
+        """
 
 
 KERNELS = {
@@ -73,33 +83,34 @@ KERNELS = {
     "torch on cuda": ("torch_flash", "TorchCudaKernel"),
     "reference": ("reference", "ReferenceKernel"),
 }
-"""File and class of each kernel; a package is imported when its kernel is made."""
+"""Module and class of each kernel. :func:`make` imports the package that a kernel uses."""
 
 
 @cache
 def make(name: str) -> Kernel:
-    """The kernel of a name; kernels hold no state, so one serves the whole process."""
-    file, kind = KERNELS[name]
-    return getattr(import_module(f"{__name__}.{file}"), kind)()
+    """The kernel of a name. Kernels hold no state, so there is one of each per process."""
+    module, class_name = KERNELS[name]
+    return cast(Kernel, getattr(import_module(f"{__name__}.{module}"), class_name)())
 
 
 def choose(name: str, k: torch.Tensor, v: torch.Tensor, score: Score) -> Kernel:
-    """The kernel for one call: the plan's where it takes the call, else torch's, else the reference formulas.
+    """The kernel for one attention call: the plan's if it takes the call, else torch's, else the reference formulas.
 
     Args:
-        name: the plan's kernel.
-        k, v: of the call; device, dtype and head dims decide.
-        score: the layer's score rule.
+        name: Name of the plan's kernel.
+        k, v: Keys and values of the call, for their device, dtype and head dims.
+        score: The layer's score rule.
     """
-    torchs = "torch on cuda" if k.is_cuda else "torch"
-    names = {"torch": [torchs], "reference": []}.get(name, [name, torchs])
+    torch_kernel = "torch on cuda" if k.is_cuda else "torch"
+    names = {"torch": [torch_kernel], "reference": []}.get(name, [name, torch_kernel])
     return next((make(n) for n in names if make(n).takes(k, v, score)), make("reference"))
 
 
-def work(step: Step, kernel: Kernel, device: torch.device) -> Sequence[Work]:
-    """The calls that compute a step's tiles: lowered, grouped, made once and kept with the schedule."""
-    key = kernel, device
-    if key not in step.derived:
+def kernel_work(step: Step, kernel: Kernel, device: torch.device) -> Sequence[Work]:
+    """What the kernel computes in a step, one item per call: the step's tiles, lowered and joined. Cached in the step."""
+    cache_key = kernel, device
+    if cache_key not in step.derived:
         lowered = [piece for tile in step.tiles for piece in kernel.lower(tile)]
-        step.derived[key] = kernel.launches(lowered, device)
-    return step.derived[key]
+        step.derived[cache_key] = kernel.launches(lowered, device)
+    work: Sequence[Work] = step.derived[cache_key]
+    return work

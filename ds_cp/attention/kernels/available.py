@@ -1,4 +1,4 @@
-"""Which kernels this machine can run, and the best of them with the reason."""
+"""Which kernels this machine can run, and which of them is the best."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from ds_cp.attention.kernels.binding import UnknownVersion
 
 @dataclass(frozen=True)
 class Package:
-    """What a kernel needs.
+    """The package that a kernel needs.
 
     Attributes:
-        label: how messages call it.
-        module: imported by the kernel.
-        distribution: must be installed too; the name ``flash_attn.cute`` also lies inside flash-attn 2.8.
-        cards: first numbers of the compute capabilities that it is for, and what they are called.
-        install: how to get it.
+        label: Name of the package in messages.
+        module: Module that the kernel imports.
+        distribution: Distribution that must be installed, too: flash-attn 2.8 also has a module ``flash_attn.cute``. None if
+            the package has no distribution.
+        capabilities: Major compute capabilities of the GPUs that it supports.
+        gpus: Name of these GPUs in messages.
+        install: How to install it, for messages.
     """
 
     label: str
     module: str
     distribution: str | None
-    cards: tuple[range, str]
+    capabilities: range
+    gpus: str
     install: str
 
 
@@ -37,53 +40,56 @@ PACKAGES = {
         "the package flash-attn-4",
         "flash_attn.cute",
         "flash-attn-4",
-        (range(9, 12), "a Blackwell or Hopper card (compute capability 9 to 11)"),
+        range(9, 12),
+        "a Blackwell or Hopper GPU (compute capability 9 to 11)",
         '"pip install flash-attn-4"',
     ),
     "flash_attention_3": Package(
         "the module flash_attn_interface of FlashAttention 3",
         "flash_attn_interface",
         None,
-        (range(9, 10), "a Hopper card (compute capability 9)"),
+        range(9, 10),
+        "a Hopper GPU (compute capability 9)",
         'building it from the folder "hopper" of the flash-attention repository',
     ),
     "flash_attention_2": Package(
         "the package flash-attn",
         "flash_attn",
         "flash-attn",
-        (range(8, 100), "an Ampere or newer card (compute capability 8)"),
+        range(8, 100),
+        "an Ampere or newer GPU (compute capability 8)",
         '"pip install flash-attn --no-build-isolation"',
     ),
 }
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of the current NVIDIA card; None without one."""
+    """The compute capability of the current NVIDIA GPU; None without one."""
     if not torch.cuda.is_available() or torch.version.hip:
         return None
     return torch.cuda.get_device_capability()
 
 
 def torch_has_flash() -> bool:
-    """Whether the FlashAttention inside torch runs on the current card; an older one runs by formulas."""
-    card = capability()
-    return card is not None and card[0] >= 8
+    """Whether the current GPU runs the FlashAttention inside torch; older GPUs run the reference formulas."""
+    current = capability()
+    return current is not None and current[0] >= 8
 
 
 def problem(name: str, device: str) -> str | None:
-    """Why a kernel cannot run here and what to do about it, as the end of a sentence; None if it can."""
+    """Why a kernel cannot run here and what to change, as the end of a sentence; None if it can run."""
     if name not in PACKAGES:
         return None
     package = PACKAGES[name]
     if device != "cuda":
-        return f'it needs an NVIDIA card and this job runs on "{device}". Use "torch" or "auto"'
-    card = capability()
-    if card is not None and card[0] not in package.cards[0]:
-        return f'it needs {package.cards[1]} and this one has {card[0]}.{card[1]}. Use "auto"'
+        return f'it needs an NVIDIA GPU and this job runs on "{device}". Use "torch" or "auto"'
+    current = capability()
+    if current is not None and current[0] not in package.capabilities:
+        return f'it needs {package.gpus} and this one has {current[0]}.{current[1]}. Use "auto"'
     if not _installed(package):
         return f'{package.label} is not installed here. Install it by {package.install}, or use "auto"'
-    if card is None:
-        return 'no NVIDIA card is visible here. Use "torch" or "auto"'
+    if current is None:
+        return 'no NVIDIA GPU is visible here. Use "torch" or "auto"'
     try:
         kernels.make(name)
     except (ImportError, AttributeError, OSError, UnknownVersion) as error:
@@ -92,27 +98,27 @@ def problem(name: str, device: str) -> str | None:
 
 
 def best(device: str, head_dims: Sequence[int]) -> tuple[str, str]:
-    """(kernel, why) for ``"auto"``.
+    """The kernel of ``"auto"``, and the reason for it.
 
-    Dtype and score rule are the call's, not the plan's: what the chosen kernel does not take (fp32 on CUDA, ALiBi,
-    dropout, ...) goes to torch's kernel or the formulas, call by call.
+    Dtype and score rule are known only when a layer runs. A call that the kernel does not take (fp32 on CUDA, ALiBi,
+    dropout, ...) runs by torch's kernel or by the reference formulas.
     """
     if device == "cpu":
         return "torch", "the FlashAttention that torch ships for CPUs"
-    card = capability() if device == "cuda" else None
-    if card is None:
-        return "torch", f'no NVIDIA card is visible for "{device}"; calls that torch\'s kernel refuses run by formulas'
-    order = [*(["flash_attention_4"] if card[0] >= 10 else []), "flash_attention_3", "flash_attention_2"]
+    current = capability() if device == "cuda" else None
+    if current is None:
+        return "torch", f'no NVIDIA GPU is visible for "{device}"; calls that torch\'s kernel refuses run by formulas'
+    preferred = [*(["flash_attention_4"] if current[0] >= 10 else []), "flash_attention_3", "flash_attention_2"]
     if not torch_has_flash():
         return "torch", (
-            f"no FlashAttention runs on compute capability {card[0]}.{card[1]}, so everything runs by formulas, which is "
-            "slow; an Ampere or newer card (8) has one"
+            f"no FlashAttention runs on compute capability {current[0]}.{current[1]}, so everything runs by formulas, which is "
+            "slow; an Ampere or newer GPU (8) has one"
         )
-    wide = [dim for dim in head_dims if dim > 256]
-    rest = f"fp32 runs by formulas{', and so do layers of head dim ' + str(max(wide)) if wide else ''}"
-    for name in order:
+    wide_heads = [dim for dim in head_dims if dim > 256]
+    rest = f"fp32 runs by formulas{', and so do layers of head dim ' + str(max(wide_heads)) if wide_heads else ''}"
+    for name in preferred:
         if problem(name, device) is None:
-            return name, f"the best installed one for compute capability {card[0]}.{card[1]}; {rest}"
+            return name, f"the best installed one for compute capability {current[0]}.{current[1]}; {rest}"
     return "torch", f"the FlashAttention 2 that torch ships, no usable package is installed; {rest}"
 
 

@@ -1,4 +1,4 @@
-"""What the FlashAttention kernels share: which calls they take, the layout [B, m, H, d], head dims, launches."""
+"""What the FlashAttention kernels have in common: the calls they take, the layout [B, m, H, d], head dims, launches."""
 
 from __future__ import annotations
 
@@ -7,90 +7,144 @@ from typing import Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
-from ds_cp.attention.kernels.windows import Launch, fit, launches
-from ds_cp.attention.score import Score
+from ds_cp.attention.kernels.windows import Launch, launches, split_to_windows
+from ds_cp.attention.score import Score, TileCoordinates
 from ds_cp.mask.tile import Tile
 
 
 class FlashKernel:
-    """A kernel that runs one band per launch through a window, on CUDA, in half precision.
+    """A kernel that runs one window per launch, on CUDA, in half precision.
 
-    A subclass calls its package in :meth:`run_forward` and :meth:`run_backward`. There q is [B, m, H, d], or
-    [total, H, d] in a launch of several tiles, and lse is [B, H, m], or [H, total].
+    A subclass calls its package in :meth:`run_forward` and :meth:`run_backward`. There q is [B, m, H, d], or [total, H, d]
+    in a varlen launch, and lse is [B, H, m], or [H, total].
+
+    Attributes:
+        name: Name of the kernel.
+        device: Device type that it runs on.
+        dtypes: Dtypes that it supports.
+        max_head_dim: Largest head dim that it supports.
+        score_features: Names of the :attr:`Score.features` that it supports.
+        varlen: Whether one launch may have several tiles.
     """
 
     name: str
     device = "cuda"
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-    max_width = 256
-    extras: frozenset[str] = frozenset()
+    max_head_dim = 256
+    score_features: frozenset[str] = frozenset()
     varlen = True
 
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return (
             q.device.type == self.device
             and q.dtype in self.dtypes
-            and max(self.widths(q.size(-1), v.size(-1))) <= self.max_width
-            and score.extras <= self.extras
+            and max(self.padded_head_dims(q.size(-1), v.size(-1))) <= self.max_head_dim
+            and score.features <= self.score_features
         )
 
     def lower(self, tile: Tile) -> Iterable[Tile]:
-        return fit(tile)
+        return split_to_windows(tile)
 
     def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Launch]:
         return launches(tiles, device, self.varlen)
 
-    def widths(self, dim: int, value_dim: int) -> tuple[int, int]:
-        """The head dims of q and k, and of v, that the package runs: multiples of 8, equal."""
-        width = -(-max(dim, value_dim) // 8) * 8
-        return width, width
+    def padded_head_dims(self, dim: int, value_dim: int) -> tuple[int, int]:
+        """Head dims of q and k, and of v, as the package needs them: multiples of 8, equal."""
+        padded = -(-max(dim, value_dim) // 8) * 8
+        return padded, padded
 
-    def forward(self, q, k, v, launch, score, coordinates=None):
-        dim, value_dim = self.widths(q.size(-1), v.size(-1))
-        rows = [_rows(x, width, launch) for x, width in ((q, dim), (k, dim), (v, value_dim))]
-        out, lse = self.run_forward(*rows, launch, score)
-        return _heads(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.several else lse
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        launch: Launch,
+        score: Score,
+        coordinates: TileCoordinates | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dim, value_dim = self.padded_head_dims(q.size(-1), v.size(-1))
+        out, lse = self.run_forward(
+            _heads_last(q, dim, launch), _heads_last(k, dim, launch), _heads_last(v, value_dim, launch), launch, score
+        )
+        return _heads_first(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.varlen else lse
 
-    def backward(self, grad_out, q, k, v, out, lse, launch, score, coordinates=None):
-        dim, value_dim = self.widths(q.size(-1), v.size(-1))
-        q_rows, k_rows = _rows(q, dim, launch), _rows(k, dim, launch)
-        v_rows, out_rows, grad_rows = (_rows(x, value_dim, launch) for x in (v, out, grad_out))
-        lse = (lse[0] if launch.several else lse).contiguous()
-        grads = self.run_backward(grad_rows, q_rows, k_rows, v_rows, out_rows, lse, launch, score)
-        return tuple(_heads(grad, launch)[..., : x.size(-1)] for grad, x in zip(grads, (q, k, v)))
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        launch: Launch,
+        score: Score,
+        coordinates: TileCoordinates | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dim, value_dim = self.padded_head_dims(q.size(-1), v.size(-1))
+        dq, dk, dv = self.run_backward(
+            _heads_last(grad_out, value_dim, launch),
+            _heads_last(q, dim, launch),
+            _heads_last(k, dim, launch),
+            _heads_last(v, value_dim, launch),
+            _heads_last(out, value_dim, launch),
+            (lse[0] if launch.varlen else lse).contiguous(),
+            launch,
+            score,
+        )
+        return (
+            _heads_first(dq, launch)[..., : q.size(-1)],
+            _heads_first(dk, launch)[..., : k.size(-1)],
+            _heads_first(dv, launch)[..., : v.size(-1)],
+        )
 
-    def run_forward(self, q, k, v, launch: Launch, score: Score) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse fp32)."""
+    def run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out in q's dtype, lse in fp32."""
         raise NotImplementedError
 
-    def run_backward(self, grad_out, q, k, v, out, lse, launch: Launch, score: Score) -> tuple[torch.Tensor, ...]:
-        """(dq, dk, dv) in the inputs' dtype."""
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        launch: Launch,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv in the dtypes of q, k and v."""
         raise NotImplementedError
 
 
-def _rows(x: torch.Tensor, width: int, launch: Launch) -> torch.Tensor:
-    """[B, H, m, d] as [B, m, H, width] or, in a launch of several tiles, [m, H, width]; every row is aligned.
+def _heads_last(x: torch.Tensor, head_dim: int, launch: Launch) -> torch.Tensor:
+    """[B, H, m, d] as [B, m, H, head_dim] or, in a varlen launch, as [m, H, head_dim]; every row is aligned.
 
-    Columns of zeros change neither the scores nor the other columns of the output.
+    Channels of zeros change neither the scores nor the other channels of the output.
     """
-    x = F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x
+    x = F.pad(x, (0, head_dim - x.size(-1))) if x.size(-1) < head_dim else x
     x = x.transpose(1, 2)
-    x = x[0] if launch.several else x
-    return x if _aligned(x) else x.contiguous()
+    x = x[0] if launch.varlen else x
+    return x if _is_aligned(x) else x.contiguous()
 
 
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether every row starts on 16 bytes, which the kernels' loads rely on: k and v lie side by side in memory, so
-    the head dim of one shifts the other."""
-    rows = (stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1)
-    return x.stride(-1) == 1 and x.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in rows)
+def _heads_first(x: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """The inverse: [B, H, m, head_dim]."""
+    return (x.unsqueeze(0) if launch.varlen else x).transpose(1, 2)
 
 
-def _heads(x: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """Rows back to [B, H, m, width]."""
-    return (x.unsqueeze(0) if launch.several else x).transpose(1, 2)
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, as the kernels' loads need it.
+
+    K and V are received side by side in memory, so the head dim of K shifts V.
+    """
+    row_strides = (stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1)
+    return x.stride(-1) == 1 and x.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in row_strides)
 
 
-def empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Contiguous buffers of the same shapes, for gradients."""
-    return tuple(x.new_empty(x.shape) for x in tensors)
+def empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contiguous buffers for dq, dk and dv."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

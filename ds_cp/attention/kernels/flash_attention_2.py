@@ -1,14 +1,14 @@
 """FlashAttention 2 (Dao 2023), package flash-attn 2.5 to 2.8.
 
-The public functions give no gradient for a *global* log-sum-exp, so the private pair under them is called: forward and
-backward, dense and varlen. What moved between the versions is listed here and nowhere else:
+The public functions accept no *global* log-sum-exp in the backward pass, so the private functions under them are called:
+forward and backward, dense and varlen. All differences between versions are listed here:
 
-- 2.5: ``window_size`` is a pair, forward returns 8 values with lse sixth; varlen pads lse to the longest document, so
+- 2.5: ``window_size`` is a pair, and forward returns 8 values with lse sixth. varlen pads lse to the longest document, so
   documents run one by one.
-- 2.6: ``softcap``; varlen lse is [H, total].
-- 2.7: ``window_size_left`` and ``_right``, torch custom operators, forward returns 4 values with lse second, head dims
-  must be padded by the caller (we always do).
-- 2.7.3: ``zero_tensors`` (has a default).
+- 2.6: adds ``softcap``; varlen lse is [H, total].
+- 2.7: ``window_size_left`` and ``_right``, torch custom operators, forward returns 4 values with lse second, and the caller
+  must pad head dims (:class:`~ds_cp.attention.kernels.flash.FlashKernel` always does).
+- 2.7.3: adds ``zero_tensors``, which has a default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ds_cp.attention.kernels.binding import bind, parameters
-from ds_cp.attention.kernels.flash import FlashKernel, empty_like
+from ds_cp.attention.kernels.flash import FlashKernel, empty_gradients
 from ds_cp.attention.kernels.windows import Launch
 from ds_cp.attention.score import Score
 
@@ -37,10 +37,10 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class FlashAttention2(FlashKernel):
-    """Ampere and newer.
+    """FlashAttention 2, for Ampere and newer GPUs.
 
     Args:
-        module: stands in for the package, in tests.
+        module: Replacement for the package's module, for tests.
     """
 
     name = "flash_attention_2"
@@ -51,24 +51,38 @@ class FlashAttention2(FlashKernel):
         self._backward = bind(module._flash_attn_backward, BACKWARD, NEEDS + GRADS)
         self._forward_varlen = bind(module._flash_attn_varlen_forward, FORWARD + VARLEN, NEEDS + LENGTHS)
         self._backward_varlen = bind(module._flash_attn_varlen_backward, BACKWARD + VARLEN, NEEDS + GRADS + LENGTHS)
-        self.varlen = "softcap" in parameters(module._flash_attn_varlen_forward)  # with 2.6 came both
-        self.extras = frozenset({"softcap"}) if self.varlen else frozenset()
+        self.varlen = "softcap" in parameters(
+            module._flash_attn_varlen_forward
+        )  # 2.6 added softcap and the new varlen lse
+        self.score_features = frozenset({"softcap"}) if self.varlen else frozenset()
 
-    def run_forward(self, q, k, v, launch, score):
-        run = self._forward_varlen if launch.several else self._forward
+    def run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        run = self._forward_varlen if launch.varlen else self._forward
         out, *rest = run(q=q, k=k, v=v, return_softmax=False, **_arguments(launch, score))
         return out, rest[0] if len(rest) == 3 else rest[4]
 
-    def run_backward(self, grad_out, q, k, v, out, lse, launch, score):
-        dq, dk, dv = empty_like(q, k, v)
-        run = self._backward_varlen if launch.several else self._backward
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        launch: Launch,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = empty_gradients(q, k, v)
+        run = self._backward_varlen if launch.varlen else self._backward
         run(dout=grad_out, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, rng_state=None,
             deterministic=torch.are_deterministic_algorithms_enabled(), **_arguments(launch, score))  # fmt: skip
         return dq, dk, dv
 
 
 def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
-    """What forward and backward share, under every name that a version knows."""
+    """The arguments of forward and backward, under all names that they have in some version."""
     return {
         "dropout_p": 0.0,
         "softmax_scale": score.scale,

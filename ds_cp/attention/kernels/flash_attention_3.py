@@ -1,8 +1,8 @@
 """FlashAttention 3 (Shah et al. 2024), for Hopper: the module flash_attn_interface, built from the hopper folder of the
 flash-attention repository (it is on no package index).
 
-One private pair serves dense and varlen. Its arguments were renamed once: ``window_size`` became two numbers, ``out``
-``out_`` and, in the backward, ``causal`` ``is_causal``.
+One private pair of functions serves dense and varlen. Its arguments were renamed once: ``window_size`` became two numbers,
+``out`` became ``out_``, and in the backward function ``causal`` became ``is_causal``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_cp.attention.kernels.binding import bind
-from ds_cp.attention.kernels.flash import FlashKernel, empty_like
+from ds_cp.attention.kernels.flash import FlashKernel, empty_gradients
 from ds_cp.attention.kernels.windows import Launch
 from ds_cp.attention.score import Score
 
@@ -32,27 +32,39 @@ GRADS = ("dout", "out", "softmax_lse", "dq", "dk", "dv")
 
 
 class FlashAttention3(FlashKernel):
-    """Hopper.
+    """FlashAttention 3, for Hopper GPUs.
 
     Args:
-        module: stands in for the package, in tests.
+        module: Replacement for the package's module, for tests.
     """
 
     name = "flash_attention_3"
-    extras = frozenset({"softcap"})
+    score_features = frozenset({"softcap"})
 
     def __init__(self, module: ModuleType | None = None):
         module = module or importlib.import_module(MODULE)
         self._forward = bind(module._flash_attn_forward, FORWARD, NEEDS)
         self._backward = bind(module._flash_attn_backward, BACKWARD, NEEDS + GRADS)
 
-    def run_forward(self, q, k, v, launch, score):
+    def run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         unused = dict.fromkeys((*UNUSED, "out", "out_"))
         out, lse, *_ = self._forward(q=q, k=k, v=v, **unused, **_arguments(launch, score))
         return out, lse
 
-    def run_backward(self, grad_out, q, k, v, out, lse, launch, score):
-        dq, dk, dv = empty_like(q, k, v)
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        launch: Launch,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = empty_gradients(q, k, v)
         self._backward(
             dout=grad_out, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, sequed_q=None, sequed_k=None,
             deterministic=torch.are_deterministic_algorithms_enabled(), **_arguments(launch, score),
@@ -61,7 +73,7 @@ class FlashAttention3(FlashKernel):
 
 
 def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
-    """What forward and backward share, under every name that a version knows."""
+    """The arguments of forward and backward, under all names that they have in some version."""
     return {
         "softmax_scale": score.scale,
         "causal": launch.causal,
@@ -72,6 +84,6 @@ def _arguments(launch: Launch, score: Score) -> dict[str, Any]:
         "softcap": score.softcap or 0.0,
         "cu_seqlens_q": launch.cu_q,
         "cu_seqlens_k": launch.cu_k,
-        "max_seqlen_q": launch.max_q if launch.several else None,
-        "max_seqlen_k": launch.max_k if launch.several else None,
+        "max_seqlen_q": launch.max_q if launch.varlen else None,
+        "max_seqlen_k": launch.max_k if launch.varlen else None,
     }

@@ -1,4 +1,4 @@
-"""FlashAttention as torch ships it: the CPU operator, and on CUDA the aten flash pair. No extra package."""
+"""FlashAttention as torch ships it: the operator for CPUs, and the aten flash pair on CUDA. Needs no other package."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import torch.nn.functional as F
 
 from ds_cp.attention.kernels import available
 from ds_cp.attention.kernels.flash import FlashKernel
-from ds_cp.attention.score import Score
+from ds_cp.attention.kernels.windows import Launch
+from ds_cp.attention.score import Score, TileCoordinates
 from ds_cp.mask.rules import OPEN
 from ds_cp.mask.tile import Tile, lower
 
 aten = torch.ops.aten
 
 MANY_KEYS = 4096
-"""Keys from which the operators are faster on keys of one head that lie together, the copy included (by 3%): each block
-of queries reads all of them again."""
+"""Number of keys from which it pays to copy each head's keys together first: the CPU operator reads all keys once per block
+of queries. Measured: 3% faster, the copy included."""
 
 
 class TileBatch(NamedTuple):
-    """Tiles of one shape and band that follow each other, for one call as a batch; indexes like what covers them.
+    """Adjacent tiles of one shape and band, which one call computes as a batch.
+
+    The ranges are those of the rectangle that covers the tiles.
 
     Attributes:
-        lo, hi: of each.
-        times: how many.
+        lo, hi: The band of each tile.
+        n_tiles: Number of tiles.
     """
 
     batch_start: int
@@ -37,14 +40,21 @@ class TileBatch(NamedTuple):
     k_stop: int
     lo: int
     hi: int
-    times: int
+    n_tiles: int
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the tiles are anti-causal squares (``lo = 0``): causal ones with the order of queries and keys reversed."""
+        return self.lo == 0
+
+    @property
+    def causal(self) -> bool:
+        """Whether the operator's causal mask applies, once the order is reversed."""
+        return self.hi < OPEN or self.lo == 0
 
 
 class TorchKernel:
-    """On CPU. Runs "all keys" and "causal from the top left"; other bands are lowered to these two.
-
-    An anti-causal square (``lo = 0``) is a causal one with both orders flipped.
-    """
+    """The kernel for CPUs. Its operator has two bands, "all keys" and "causal from the top left"; others are lowered to them."""
 
     name = "torch"
 
@@ -52,127 +62,178 @@ class TorchKernel:
         return lower(tile)
 
     def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[TileBatch]:
-        """Documents of one length, or the squares of a window, as a batch each."""
-        shapes: dict[tuple[int, ...], list[Tile]] = defaultdict(list)
+        """Tiles of equal shape as batches, such as documents of one length or the squares of a window."""
+        by_shape: dict[tuple[int, ...], list[Tile]] = defaultdict(list)
         for tile in tiles:
             shape = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.lo, tile.hi
-            shapes[tile.batch_start, tile.batch_stop, *shape].append(tile)
-        return sorted(together for alike in shapes.values() for together in _runs(sorted(alike)))
+            by_shape[tile.batch_start, tile.batch_stop, *shape].append(tile)
+        return sorted(batch for alike in by_shape.values() for batch in _join_adjacent(sorted(alike)))
 
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
-        return q.device.type == "cpu" and not score.extras
+        return q.device.type == "cpu" and not score.features
 
-    def forward(self, q, k, v, work, score, coordinates=None):
-        flip, times = work.lo == 0, work.times
-        q, k, v = _stacked(times, q, k, v)
-        if flip:
-            q, k, v = _flipped(q, k, v)
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: TileBatch,
+        score: Score,
+        coordinates: TileCoordinates | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = _tiles_to_batch(tiles.n_tiles, q, k, v)
+        if tiles.flipped:
+            q, k, v = _flip(q, k, v)
         value_dim = v.size(-1)
-        q, k, v = _equally_wide(q, *_together(k, v))
-        out, lse = _forward_cpu(q, k, v, work.hi < OPEN or flip, score.scale)
-        out = _narrowed(out, value_dim)
-        if times == 1 and not flip:
+        k, v = _contiguous_if_long(k, v)
+        q, k, v = _pad_head_dims(q, k, v)
+        out, lse = _forward_cpu(q, k, v, tiles.causal, score.scale)
+        out = _slice_head_dim(out, value_dim)
+        if tiles.n_tiles == 1 and not tiles.flipped:
             return out, lse
-        out, lse = _in_a_row(times, *(_flipped(out, lse.unsqueeze(-1)) if flip else (out, lse.unsqueeze(-1))))
+        lse = lse.unsqueeze(-1)
+        if tiles.flipped:
+            out, lse = _flip(out, lse)
+        out, lse = _batch_to_tiles(tiles.n_tiles, out, lse)
         return out, lse.squeeze(-1)
 
-    def backward(self, grad_out, q, k, v, out, lse, work, score, coordinates=None):
-        flip, times = work.lo == 0, work.times
-        if times > 1:
-            grad_out, q, k, v, out, lse = _stacked(times, grad_out, q, k, v, out, lse.unsqueeze(-1))
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: TileBatch,
+        score: Score,
+        coordinates: TileCoordinates | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if tiles.n_tiles > 1:
+            grad_out, q, k, v, out, lse = _tiles_to_batch(tiles.n_tiles, grad_out, q, k, v, out, lse.unsqueeze(-1))
             lse = lse.squeeze(-1)
-        if flip:
-            grad_out, q, k, v, out = _flipped(grad_out, q, k, v, out)
+        if tiles.flipped:
+            grad_out, q, k, v, out = _flip(grad_out, q, k, v, out)
             lse = lse.flip(-1)
         dim, value_dim = q.size(-1), v.size(-1)
-        grad_out, q, k, v, out = _equally_wide(grad_out, q, *_together(k, v), out)
-        grads = _backward_cpu(grad_out, q, k, v, out, lse, work.hi < OPEN or flip, score.scale)
-        dq, dk, dv = _in_a_row(times, *(_flipped(*grads) if flip else grads))
-        return _narrowed(dq, dim), _narrowed(dk, dim), _narrowed(dv, value_dim)
+        k, v = _contiguous_if_long(k, v)
+        grad_out, q, k, v, out = _pad_head_dims(grad_out, q, k, v, out)
+        grads: Sequence[torch.Tensor] = _backward_cpu(grad_out, q, k, v, out, lse, tiles.causal, score.scale)
+        if tiles.flipped:
+            grads = _flip(*grads)
+        dq, dk, dv = _batch_to_tiles(tiles.n_tiles, *grads)
+        return _slice_head_dim(dq, dim), _slice_head_dim(dk, dim), _slice_head_dim(dv, value_dim)
 
 
 class TorchCudaKernel(FlashKernel):
-    """On CUDA: FlashAttention 2 inside torch, in half precision; windows and varlen are native."""
+    """The kernel for CUDA: torch's FlashAttention 2, in half precision, with windows and varlen."""
 
     name = "torch"
 
     def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return super().takes(q, v, score) and available.torch_has_flash()
 
-    def run_forward(self, q, k, v, launch, score):
+    def run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, launch.causal, False,
             scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
         )  # fmt: skip
         return out, lse
 
-    def run_backward(self, grad_out, q, k, v, out, lse, launch, score):
-        # Without dropout the kernel never reads its random state. None for cu_seqlens arrives as the undefined tensor,
-        # which is what torch's own dense backward hands on.
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        launch: Launch,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Without dropout the kernel never reads its random state. None for cu_seqlens becomes the undefined tensor, which
+        # torch's own dense backward passes, too.
         no_rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
-        return aten._flash_attention_backward(
+        dq, dk, dv = aten._flash_attention_backward(
             grad_out.contiguous(), q, k, v, out.contiguous(), lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k,
             0.0, launch.causal, no_rng, unused,
             scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
         )  # fmt: skip
+        return dq, dk, dv
 
 
-def _forward_cpu(q, k, v, causal, scale):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
+def _forward_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
+    return out, lse
 
 
-def _backward_cpu(grad_out, q, k, v, out, lse, causal, scale):
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+def _backward_cpu(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale
     )
+    return dq, dk, dv
 
 
-def _runs(tiles: Sequence[Tile]) -> Iterable[TileBatch]:
-    """Sorted tiles of one shape and band, joined where the queries and keys of each lie right behind the last one's."""
+def _join_adjacent(tiles: Sequence[Tile]) -> Iterable[TileBatch]:
+    """Sorted tiles of one shape and band, joined where queries and keys of each follow those of the one before."""
     last: TileBatch | None = None
     for tile in tiles:
         one_row = tile.batch_stop - tile.batch_start == 1
         if last and one_row and (last.q_stop, last.k_stop) == (tile.q_start, tile.k_start):
-            last = last._replace(q_stop=tile.q_stop, k_stop=tile.k_stop, times=last.times + 1)
+            last = last._replace(q_stop=tile.q_stop, k_stop=tile.k_stop, n_tiles=last.n_tiles + 1)
             continue
         if last:
             yield last
-        last = TileBatch(*tile, times=1)
+        last = TileBatch(*tile, n_tiles=1)
     if last:
         yield last
 
 
-def _stacked(times: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """[1, H, times * n, d] as [times, H, n, d], views."""
-    if times == 1:
+def _tiles_to_batch(n_tiles: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[1, H, n_tiles * n, d] as views [n_tiles, H, n, d]."""
+    if n_tiles == 1:
         return tensors
-    return [x[0].unflatten(1, (times, -1)).transpose(0, 1) for x in tensors]
+    return [x[0].unflatten(1, (n_tiles, -1)).transpose(0, 1) for x in tensors]
 
 
-def _in_a_row(times: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Back; views of what the operators return, which has [times, n, H, d] underneath."""
-    if times == 1:
+def _batch_to_tiles(n_tiles: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[n_tiles, H, n, d] as [1, H, n_tiles * n, d]; views of what the operators return, whose memory is [n_tiles, n, H, d]."""
+    if n_tiles == 1:
         return tensors
     return [x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in tensors]
 
 
-def _flipped(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.flip(-2) for tensor in tensors)
+def _flip(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in the reverse order of tokens."""
+    return tuple(x.flip(-2) for x in tensors)
 
 
-def _together(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    return [x.contiguous() for x in tensors] if tensors[0].size(-2) >= MANY_KEYS else tensors
+def _contiguous_if_long(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (k.contiguous(), v.contiguous()) if k.size(-2) >= MANY_KEYS else (k, v)
 
 
-def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
-    return x if x.size(-1) == width else x[..., :width]
+def _pad_head_dims(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors with equal head dims, as the operators need it; channels of zeros change nothing."""
+    head_dims = {x.size(-1) for x in tensors}
+    if len(head_dims) == 1:
+        return tensors
+    largest = max(head_dims)
+    return [F.pad(x, (0, largest - x.size(-1))) if x.size(-1) < largest else x for x in tensors]
 
 
-def _equally_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The operators want v as wide as q and k; zero columns change nothing."""
-    widths = {x.size(-1) for x in tensors}
-    if len(widths) == 1:
-        return list(tensors)
-    width = max(widths)
-    return [F.pad(x, (0, width - x.size(-1))) if x.size(-1) < width else x for x in tensors]
+def _slice_head_dim(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return x if x.size(-1) == head_dim else x[..., :head_dim]

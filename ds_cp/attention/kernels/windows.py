@@ -1,4 +1,4 @@
-"""Bands of tiles as FlashAttention's windows, and neighbouring tiles of one window as one varlen launch.
+"""Bands of tiles as FlashAttention's windows, and adjacent tiles with a common window as one varlen launch.
 
 FlashAttention's window ``(left, right)`` is aligned bottom-right: query ``i`` of m sees key ``j`` of n when
 ``i + n - m - left <= j <= i + n - m + right``. A tile's band ``lo <= j - i <= hi`` is the window
@@ -17,22 +17,21 @@ from ds_cp.mask.rules import OPEN
 from ds_cp.mask.tile import Tile
 
 ALL = -1
-"""An edge of a window that excludes nothing."""
+"""A window's edge that excludes nothing."""
 
-Edge = tuple[float, float]
-"""The values of one edge of a window that draw a tile's band: one number, or all from some number on."""
+EdgeRange = tuple[float, float]
+"""Range of the values (ends included) that one edge of a window may have: one for a closed edge, all from a number on for an open one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Tiles that one call of a kernel computes; indexes like the tile that covers them.
+    """Tiles that one call of a kernel computes; its ranges are those of the rectangle that covers the tiles.
 
     Attributes:
-        tiles: in order, queries and keys of each right behind those of the one before.
-        left, right: the window that draws every tile's band.
-        cu_q, cu_k: where tiles start and end among the launch's queries and keys, int32 [n + 1] on the device; None
-            for a single tile.
-        max_q, max_k: of the longest tile.
+        tiles: The tiles in order; queries and keys of each follow those of the one before.
+        left, right: The window, which is the band of every tile.
+        cu_q, cu_k: Cumulative lengths of the tiles' queries and keys, int32 [tiles + 1] on the device; None for one tile.
+        max_q, max_k: Numbers of queries and of keys of the longest tile.
     """
 
     tiles: tuple[Tile, ...]
@@ -43,18 +42,42 @@ class Launch:
     max_q: int
     max_k: int
 
-    batch_start = property(lambda self: self.tiles[0].batch_start)
-    batch_stop = property(lambda self: self.tiles[0].batch_stop)
-    q_start = property(lambda self: self.tiles[0].q_start)
-    q_stop = property(lambda self: self.tiles[-1].q_stop)
-    k_start = property(lambda self: self.tiles[0].k_start)
-    k_stop = property(lambda self: self.tiles[-1].k_stop)
-    several = property(lambda self: self.cu_q is not None)
-    causal = property(lambda self: (self.left, self.right) == (ALL, 0))
+    @property
+    def batch_start(self) -> int:
+        return self.tiles[0].batch_start
+
+    @property
+    def batch_stop(self) -> int:
+        return self.tiles[0].batch_stop
+
+    @property
+    def q_start(self) -> int:
+        return self.tiles[0].q_start
+
+    @property
+    def q_stop(self) -> int:
+        return self.tiles[-1].q_stop
+
+    @property
+    def k_start(self) -> int:
+        return self.tiles[0].k_start
+
+    @property
+    def k_stop(self) -> int:
+        return self.tiles[-1].k_stop
+
+    @property
+    def varlen(self) -> bool:
+        """Whether there are several tiles, so that batch and length share one dim and lengths are in ``cu_q`` and ``cu_k``."""
+        return self.cu_q is not None
+
+    @property
+    def causal(self) -> bool:
+        return (self.left, self.right) == (ALL, 0)
 
 
-def edges(tile: Tile) -> tuple[Edge, Edge]:
-    """The windows (left, right) that draw the band of a tile."""
+def window_edges(tile: Tile) -> tuple[EdgeRange, EdgeRange]:
+    """The left and right edges of the windows that are a tile's band."""
     m, n = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
     left = (n - 1, inf) if tile.lo == -OPEN else (n - m - tile.lo,) * 2
     right = (m - 1, inf) if tile.hi == OPEN else (tile.hi - n + m,) * 2
@@ -63,34 +86,29 @@ def edges(tile: Tile) -> tuple[Edge, Edge]:
     return left, right
 
 
-def fit(tile: Tile) -> Iterator[Tile]:
-    """Split what FlashAttention's windows cannot say off a tile with many more queries than keys.
+def split_to_windows(tile: Tile) -> Iterator[Tile]:
+    """Splits a tile with many more queries than keys into tiles whose bands FlashAttention's windows can express.
 
-    FlashAttention 2 takes an edge of at least n for open, which it is only while m <= n, and gives an open right edge
-    the value n when the left one is closed. Both would show keys that the band hides, or hide what it shows, without
-    a word.
+    FlashAttention 2 treats an edge of at least n as open, which it is only while m <= n, and sets an open right edge to n
+    when the left one is closed. Either would show keys that the band hides, or hide keys that it shows, without an error.
     """
     m, n = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
     if tile.hi < OPEN and tile.hi - n + m >= n:
-        cut = n - 1 - tile.hi  # from this query on the last key is seen
-        yield from _piece(tile, 0, cut, 0, n - 1)
-        skip = max(0, tile.lo + cut)
-        yield from fit(_only(tile, cut, m, skip, n, hi=OPEN))
+        cut = n - 1 - tile.hi  # from this query on, the last key is seen
+        first_key = max(0, tile.lo + cut)
+        if cut > 0 and n > 1:
+            yield _part(tile, 0, cut, 0, n - 1)
+        yield from split_to_windows(_part(tile, cut, m, first_key, n, hi=OPEN))
     elif tile.lo > -OPEN and tile.hi == OPEN and m > n + 1:
-        cut = 1 - tile.lo  # up to this query all keys are seen
-        yield _only(tile, 0, cut, 0, n, lo=-OPEN)
-        yield _only(tile, cut, m, 1, n, hi=OPEN)
+        cut = 1 - tile.lo  # up to this query, all keys are seen
+        yield _part(tile, 0, cut, 0, n, lo=-OPEN)
+        yield _part(tile, cut, m, 1, n, hi=OPEN)
     else:
         yield tile
 
 
-def _piece(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
-    if q0 < q1 and k0 < k1:
-        yield _only(tile, q0, q1, k0, k1)
-
-
-def _only(tile: Tile, q0: int, q1: int, k0: int, k1: int, lo: int | None = None, hi: int | None = None) -> Tile:
-    """A part of a tile; edges of the band that exclude nothing in it are opened."""
+def _part(tile: Tile, q0: int, q1: int, k0: int, k1: int, lo: int | None = None, hi: int | None = None) -> Tile:
+    """Part of a tile; edges of the band that exclude nothing in it become open."""
     lo = (tile.lo if tile.lo == -OPEN else tile.lo + q0 - k0) if lo is None else lo
     hi = (tile.hi if tile.hi == OPEN else tile.hi + q0 - k0) if hi is None else hi
     return tile._replace(
@@ -104,32 +122,31 @@ def _only(tile: Tile, q0: int, q1: int, k0: int, k1: int, lo: int | None = None,
 
 
 def launches(tiles: Sequence[Tile], device: torch.device, varlen: bool = True) -> list[Launch]:
-    """Join neighbours that one window draws, for example the documents of a packed row, causal each.
+    """Joins adjacent tiles that have a common window, such as the causal tiles of packed documents.
 
-    A tile with more than one batch row, one query or many more queries than keys stays alone: its rows do not follow
-    each other in memory, or old FlashAttention takes a road of its own for it.
+    A tile with several batch rows is not joined, because its rows are not contiguous in memory. Nor is a tile with one
+    query or with many more queries than keys: FlashAttention versions have special cases for them.
     """
     launches: list[Launch] = []
-    together: list[Tile] = []
-    left: Edge = (0, inf)
-    right: Edge = (0, inf)
+    joined: list[Tile] = []
+    left = right = (0.0, inf)
     for tile in tiles:
-        more_left, more_right = edges(tile)
-        both_left, both_right = _meet(left, more_left), _meet(right, more_right)
-        joins = together and varlen and _follows(together[-1], tile) and both_left and both_right
-        if together and not joins:
-            launches.append(_launch(together, left, right, device))
-            together, both_left, both_right = [], more_left, more_right
-        elif not together:
-            both_left, both_right = more_left, more_right
-        together.append(tile)
-        left, right = both_left, both_right
-    if together:
-        launches.append(_launch(together, left, right, device))
+        tile_left, tile_right = window_edges(tile)
+        common_left, common_right = _intersect(left, tile_left), _intersect(right, tile_right)
+        if joined and varlen and _follows(joined[-1], tile) and common_left and common_right:
+            joined.append(tile)
+            left, right = common_left, common_right
+        else:
+            if joined:
+                launches.append(_launch(joined, left, right, device))
+            joined, left, right = [tile], tile_left, tile_right
+    if joined:
+        launches.append(_launch(joined, left, right, device))
     return launches
 
 
 def _follows(last: Tile, tile: Tile) -> bool:
+    """Whether a tile's queries and keys follow those of the last one in memory, and neither tile is a special case."""
     return (
         last[:2] == tile[:2]
         and tile.batch_stop - tile.batch_start == 1
@@ -139,28 +156,27 @@ def _follows(last: Tile, tile: Tile) -> bool:
     )
 
 
-def _meet(a: Edge, b: Edge) -> Edge | None:
+def _intersect(a: EdgeRange, b: EdgeRange) -> EdgeRange | None:
     low, high = max(a[0], b[0]), min(a[1], b[1])
     return (low, high) if low <= high else None
 
 
-def _launch(tiles: list[Tile], left: Edge, right: Edge, device: torch.device) -> Launch:
-    lengths_q = [tile.q_stop - tile.q_start for tile in tiles]
-    lengths_k = [tile.k_stop - tile.k_start for tile in tiles]
-    alone = len(tiles) == 1
+def _launch(tiles: list[Tile], left: EdgeRange, right: EdgeRange, device: torch.device) -> Launch:
+    q_lengths = [tile.q_stop - tile.q_start for tile in tiles]
+    k_lengths = [tile.k_stop - tile.k_start for tile in tiles]
 
-    def boundaries(lengths: list[int]) -> torch.Tensor | None:
-        if alone:
+    def cumulative(lengths: list[int]) -> torch.Tensor | None:
+        if len(tiles) == 1:
             return None
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return ends.to(device, non_blocking=True)
+        sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return sums.to(device, non_blocking=True)
 
     return Launch(
         tiles=tuple(tiles),
         left=ALL if left[1] == inf else int(left[0]),
         right=ALL if right[1] == inf else int(right[0]),
-        cu_q=boundaries(lengths_q),
-        cu_k=boundaries(lengths_k),
-        max_q=max(lengths_q),
-        max_k=max(lengths_k),
+        cu_q=cumulative(q_lengths),
+        cu_k=cumulative(k_lengths),
+        max_q=max(q_lengths),
+        max_k=max(k_lengths),
     )
