@@ -13,7 +13,7 @@ from typing import Sequence
 
 import torch
 
-from ds_cp.attention.kernels.windows import fit, launches
+from ds_cp.attention.kernels.windows import launches, split_to_windows
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.mask.rules import OPEN
 from ds_cp.mask.schedule import Step, count
@@ -217,7 +217,7 @@ def _forward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, ca
     row = batch * shape.kv_heads * (shape.dim + shape.value_dim) * shape.item
     sends = any(step.target_rows for step in steps[1:])
     streams.copy("copies", 2 * count(steps[0].rows) * row * sends)
-    calls = [launches([piece for tile in step.tiles for piece in fit(tile)], torch.device("cpu")) for step in steps]
+    calls = [launches([piece for tile in step.tiles for piece in split_to_windows(tile)], torch.device("cpu")) for step in steps]
     single = sum(map(len, calls)) == 1
     out = batch * shape.query_heads * shape.value_dim
     arrival = streams.send(*_sizes(steps, 1, row))
@@ -241,7 +241,7 @@ def _forward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, ca
 def _backward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, card: Card, batch: int) -> None:
     dims = shape.dim + shape.value_dim
     row, gradient_row = batch * shape.kv_heads * dims * shape.item, batch * shape.kv_heads * dims * 4
-    calls = [launches([piece for tile in step.tiles for piece in fit(tile)], torch.device("cpu")) for step in steps]
+    calls = [launches([piece for tile in step.tiles for piece in split_to_windows(tile)], torch.device("cpu")) for step in steps]
     single = sum(map(len, calls)) == 1
     arrival = streams.send(*_sizes(steps, 1, row))
     returned = 0.0
