@@ -7,7 +7,7 @@ an event on one of two streams, compute and communication; a kernel that needs r
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Sequence
 
@@ -128,11 +128,11 @@ class Time:
     """Seconds of one rank's attention, by part.
 
     Attributes:
-        parts: "kernel forward", "kernel backward", "merge", "copies", "exposed messages".
+        parts: Seconds of "kernel forward", "kernel backward", "merge", "copies", "exposed messages".
         counts: "launches", "messages", "bytes sent" and "FLOPs".
     """
 
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)
 
     @property

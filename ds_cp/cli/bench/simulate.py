@@ -177,7 +177,7 @@ def _weights_per_layer(config: Any) -> int:
     """Weights of one dense decoder layer: projections of attention and a gated MLP."""
     shape, hidden = _shape(config), config.hidden_size
     attention = hidden * shape.dim * (2 * shape.query_heads + 2 * shape.kv_heads)
-    return attention + 3 * hidden * config.intermediate_size
+    return int(attention + 3 * hidden * config.intermediate_size)
 
 
 def _linear_seconds(config: Any, tokens: int, card: cost.Card, checkpointing: bool) -> float:
