@@ -4,9 +4,9 @@
 
 On CPUs, with two processes: `deepspeed --num_accelerators 2 train.py ... --use_cpu true`.
 
-The data is one JSON object per line with the key "text": one document. Documents are kept whole and packed
-into rows of at most `--seq_length` tokens. In a row, `position_ids` restart at each document, and the first
-token of each document carries no label, so documents do not see or predict each other.
+Each line of the data is a JSON object whose value "text" is a document. Documents are packed, without splitting
+them, into rows of at most `--seq_length` tokens. In a row, `position_ids` restart with each document and the first
+token of each document has the label -100, so that no document attends to another one or predicts its tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from transformers import (
 
 @dataclass
 class ScriptArguments:
-    """What this script needs beside the Trainer's own arguments."""
+    """Arguments of this script; those of the Trainer are in `TrainingArguments`."""
 
-    model_dir: str = field(metadata={"help": "A checkpoint folder, or a model's name on the hub."})
-    train_file: str = field(metadata={"help": 'JSON lines, each with a document under the key "text".'})
-    eval_file: str | None = field(default=None, metadata={"help": "The same for evaluation."})
-    seq_length: int = field(default=2048, metadata={"help": "Longest packed row, in tokens."})
-    dtype: str = field(default="float32", metadata={"help": "In which type the weights are loaded."})
+    model_dir: str = field(metadata={"help": "Checkpoint folder, or id of a model on the Hugging Face Hub."})
+    train_file: str = field(
+        metadata={"help": 'File of JSON lines with the documents to train on, each with a value "text".'}
+    )
+    eval_file: str | None = field(default=None, metadata={"help": "The same for the documents to evaluate on."})
+    seq_length: int = field(default=2048, metadata={"help": "Largest number of tokens of a packed row."})
+    dtype: str = field(default="float32", metadata={"help": "Dtype of the loaded weights."})
 
 
 def read_documents(file: str | Path) -> list[str]:
@@ -45,33 +47,38 @@ def read_documents(file: str | Path) -> list[str]:
 
 
 def pack(lengths: list[int], seq_length: int) -> list[list[int]]:
-    """Share documents between rows: each goes, whole, into the open row where it leaves the least room.
+    """Pack documents into rows by best fit: each goes into the row with the least free space that is enough.
 
-    Returns rows as lists of document numbers. Documents that are longer than a row are left out.
+    Args:
+        lengths: Number of tokens of each document.
+        seq_length: Largest number of tokens of a row.
+
+    Returns:
+        For each row the indices of its documents. Documents with more than `seq_length` tokens are left out.
     """
     rows: list[list[int]] = []
-    room: list[int] = []
-    for number, length in enumerate(lengths):
+    free: list[int] = []
+    for index, length in enumerate(lengths):
         if length > seq_length:
             continue
-        fitting = [row for row in range(len(rows)) if room[row] >= length]
+        fitting = [row for row in range(len(rows)) if free[row] >= length]
         if fitting:
-            row = min(fitting, key=room.__getitem__)
+            row = min(fitting, key=free.__getitem__)
         else:
             row = len(rows)
             rows.append([])
-            room.append(seq_length)
-        rows[row].append(number)
-        room[row] -= length
+            free.append(seq_length)
+        rows[row].append(index)
+        free[row] -= length
     return rows
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of whole documents, ready for the model: ids, restarting positions and labels of shape (1, n)."""
+    """Packed rows as inputs of the model: `input_ids`, `position_ids` and `labels` of shape (1, n)."""
 
     def __init__(self, documents: list[str], tokenizer, seq_length: int) -> None:
         ids = tokenizer(documents)["input_ids"]
-        # A one-token document predicts nothing, so it is no training data.
+        # A document of one token has no token to predict.
         self.documents = [document for document in ids if len(document) > 1]
         self.rows = pack([len(document) for document in self.documents], seq_length)
         self.left_out = len(self.documents) - sum(len(row) for row in self.rows)
@@ -81,17 +88,17 @@ class PackedRows(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.flatten([{"input_ids": self.documents[number]} for number in self.rows[index]])
+        return self.flatten([{"input_ids": self.documents[document]} for document in self.rows[index]])
 
 
 def join_rows(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collate a micro batch without padding: its rows are laid end to end, as one longer row."""
+    """Collate the rows of a micro batch without padding, by concatenating them into one row."""
     return {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
 
 
 def main() -> None:
-    """Read the arguments, train, evaluate where asked, save."""
-    # The arguments come first: under ZeRO-3, from_pretrained must already know the DeepSpeed config.
+    """Train a model, evaluate it if there is an `--eval_file`, and save it."""
+    # Parse the arguments before from_pretrained: under ZeRO-3 it reads the DeepSpeed config from TrainingArguments.
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
 
@@ -104,7 +111,7 @@ def main() -> None:
     if args.process_index == 0:
         print(
             f"{len(train_rows.documents)} documents, {len(train_rows)} rows of at most {script.seq_length} "
-            f"tokens, {train_rows.left_out} longer documents left out"
+            f"tokens; {train_rows.left_out} longer documents are left out"
         )
 
     trainer = Trainer(
@@ -121,7 +128,7 @@ def main() -> None:
     trainer.save_state()
     if args.save_strategy != "no":
         trainer.save_model()
-    # Ends the process group's threads before the interpreter does.
+    # The threads of the process group must end before the interpreter shuts down.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""What each process of the demo runs: train.py as it stands, watched by one Trainer callback.
+"""Script of each process of the demo: runs train.py with an additional Trainer callback.
 
-The callback writes what only a rank knows, the tokens that it computed and the bytes that it sent, to
-`rank<r>.json`, and after each step a line to `progress.jsonl`. Both lie in the folder that the environment
-variable DS_CP_DEMO_FOLDER names.
+The callback writes the number of local tokens, the bytes sent and the time per step of its rank to `rank<r>.json`.
+On rank 0 it also appends a line to `progress.jsonl` for each log of the Trainer. Both files are in the folder that
+the environment variable DS_CP_DEMO_FOLDER names.
 """
 
 from __future__ import annotations
@@ -24,72 +24,72 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
 def traffic() -> dict[str, float]:
-    """Return the bytes that this rank sent per layer, as ds_cp counted them over all rows so far."""
+    """Return the number of bytes that this rank has sent per attention layer and row, the mean of all rows so far."""
     import ds_cp
 
     return dict(ds_cp.traffic())
 
 
-class Watch(TrainerCallback):
-    """Notes local tokens, traffic and progress; changes nothing."""
+class MeasureCallback(TrainerCallback):
+    """Records local tokens, traffic, time and progress, without any effect on the training."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
         self.rank = int(os.environ.get("RANK", 0))
-        self.step_began = 0.0
+        self.step_start = 0.0
         self.seconds: list[float] = []
 
-    def tell(self, **line: Any) -> None:
-        """Append a line for the driver's progress bar."""
+    def report_progress(self, **line: Any) -> None:
+        """Append a line to `progress.jsonl`, from which run.py updates its progress bar."""
         if self.rank == 0:
             with open(FOLDER / "progress.jsonl", "a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Count tokens where a decoder layer receives them: behind the border at which rows are shared."""
+        """Register a hook that counts the local tokens, where the first decoder layer receives them."""
 
-        def count(layer, inputs, named) -> None:
-            hidden = inputs[0] if inputs else named["hidden_states"]
+        def count_tokens(layer, args, kwargs) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
             if layer.training:
-                self.seen.setdefault("tokens", hidden.shape[0] * hidden.shape[1])
+                self.results.setdefault("tokens", hidden.shape[0] * hidden.shape[1])
 
-        model.get_decoder().layers[0].register_forward_pre_hook(count, with_kwargs=True)
-        self.tell(started=True)
+        model.get_decoder().layers[0].register_forward_pre_hook(count_tokens, with_kwargs=True)
+        self.report_progress(started=True)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        """Start the step's clock."""
-        self.step_began = time.perf_counter()
+        """Record the start time of a step."""
+        self.step_start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Stop the clock."""
-        self.seconds.append(time.perf_counter() - self.step_began)
+        """Record the duration of a step."""
+        self.seconds.append(time.perf_counter() - self.step_start)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Pass the Trainer's own log lines on."""
-        self.tell(step=state.global_step, **(logs or {}))
+        """Report a log of the Trainer."""
+        self.report_progress(step=state.global_step, **(logs or {}))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Write this rank's file."""
-        self.seen["traffic"] = traffic()
-        self.seen["seconds_per_step"] = sum(self.seconds) / max(len(self.seconds), 1)
-        (FOLDER / f"rank{self.rank}.json").write_text(json.dumps(self.seen), encoding="utf-8")
+        """Write the results of this rank."""
+        self.results["traffic"] = traffic()
+        self.results["seconds_per_step"] = sum(self.seconds) / max(len(self.seconds), 1)
+        (FOLDER / f"rank{self.rank}.json").write_text(json.dumps(self.results), encoding="utf-8")
 
 
 def can_build_operators() -> bool:
-    """Tell whether a C++ compiler, ninja and Python's headers are there."""
+    """Return whether a C++ compiler, ninja and the headers of Python are installed."""
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return all(map(shutil.which, ("c++", "ninja"))) and headers.exists()
 
 
 def main() -> None:
-    """Register the callback, then run train.py as `__main__`."""
+    """Register the callback and run train.py as `__main__`."""
     if not can_build_operators():
-        # On CPU DeepSpeed builds a shared-memory operator at start and stops when it cannot.
-        # It works without one.
+        # On CPU, init_distributed of DeepSpeed compiles a shared-memory operator and fails if it cannot. Training does
+        # not need the operator.
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
+    transformers.trainer.DEFAULT_CALLBACKS.append(MeasureCallback)
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 

@@ -1,7 +1,7 @@
-"""The demo's yardstick: one process, the plain model, each document run alone.
+"""Compute what the demo's training is compared with: the first step and the held-out loss in one process.
 
-Nothing of ds_cp or DeepSpeed takes part, and no packing either: a document that is alone cannot see another
-one. The loss of a row is the mean over all its predicted tokens.
+Neither ds_cp nor DeepSpeed is imported. Each document has a forward pass of its own, without packing, so that it
+cannot attend to another one. The loss of a row is the mean over all its predicted tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from train import PackedRows, read_documents  # noqa: E402
 
 
 def row_loss(model: torch.nn.Module, rows: PackedRows, index: int, backward: bool) -> float:
-    """Return a row's mean loss per predicted token; with `backward`, add its gradient to the parameters."""
-    documents = [rows.documents[number] for number in rows.rows[index]]
+    """Return the mean loss per predicted token of a row.
+
+    Args:
+        model: The model.
+        rows: Rows of documents.
+        index: Index of the row.
+        backward: Whether to accumulate the gradients in the parameters.
+    """
+    documents = [rows.documents[document] for document in rows.rows[index]]
     predicted = sum(len(document) - 1 for document in documents)
     total = 0.0
     for document in documents:
@@ -35,7 +42,7 @@ def row_loss(model: torch.nn.Module, rows: PackedRows, index: int, backward: boo
 
 
 def main() -> None:
-    """Write first_loss, first_grad_norm and held_out_loss to a JSON file."""
+    """Write the results to `reference.json` in the demo's folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seq_length", type=int, required=True)
@@ -49,7 +56,7 @@ def main() -> None:
 
     first_loss = row_loss(model, train, 0, backward=True)
     grad_norm = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
-    found = {
+    results = {
         "first_loss": first_loss,
         "first_grad_norm": grad_norm.item(),
         "held_out_loss": row_loss(model.eval(), held_out, 0, backward=False),
@@ -57,8 +64,8 @@ def main() -> None:
         "row_documents": len(train.rows[0]),
     }
     if any(name.split(".")[0] in ("ds_cp", "deepspeed") for name in sys.modules):
-        raise SystemExit("The reference must not load ds_cp or deepspeed.")
-    (args.folder / "reference.json").write_text(json.dumps(found), encoding="utf-8")
+        raise SystemExit("The reference must not import ds_cp or deepspeed, but it did.")
+    (args.folder / "reference.json").write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
