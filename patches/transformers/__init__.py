@@ -1,14 +1,16 @@
-"""transformers: attention by name, the border around the decoder, the loss, the Trainer's arithmetic."""
+"""transformers: attention, task heads and losses, and Trainer's batch arithmetic."""
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """Everything that is process-wide; models are attached one by one (:mod:`.attach`)."""
+    """Install the patches that affect the whole process. Models are attached one by one (:mod:`.attach`)."""
     from transformers import PreTrainedModel
 
     from ds_cp import patches
-    from ds_cp.patches.transformers import attach, attention, trainer  # noqa: F401, all names that a model needs
+
+    # attach imports every class and function of transformers that a model needs, so a missing one is reported now
+    from ds_cp.patches.transformers import attach, attention, trainer  # noqa: F401
     from ds_cp.patches.transformers.memory import recompute
 
     why = "checkpointed layers run in the region of their forward"

@@ -60,9 +60,13 @@ def install() -> None:
             patches.Patch(
                 f"transformers.{registry.__name__}[{NAME!r}]",
                 "attention goes through the region of the running forward",
-                partial(registry._global_mapping.pop, NAME, None),
+                partial(_unregister, registry),
             )
         )
+
+
+def _unregister(registry: Any) -> None:
+    registry._global_mapping.pop(NAME, None)
 
 
 @torch.compiler.disable

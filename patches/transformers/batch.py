@@ -1,10 +1,14 @@
-"""What a call says of its batch: arguments by name, shapes, documents and padding. :mod:`.cut` then cuts it."""
+"""Reads a batch from the arguments of a call: its shape, documents, padding and masks.
+
+Every rank of a context-parallel group gets the same full batch. :mod:`.shard_batch` then shards it.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any, Mapping
 
+import numpy as np
 import torch
 
 from ds_cp.agreement import BatchError
@@ -13,23 +17,26 @@ from ds_cp.patches.transformers import masks
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that say which tokens belong together; the region knows, and a local attention must not read them."""
+"""Arguments that describe packed documents. The region holds their content; layers, which see local tokens, must not."""
 
-OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
-"""Arguments for the head alone. Heads pass them on to their stacks, and these to layers, which do not look at them."""
+TASK_HEAD_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+"""Arguments for the task head. Some models pass them on to their stack and its layers, which do not use them."""
 
-PADS_BY_ID = frozenset({"T5GemmaDecoder"})
-"""Stacks that take their padding from the ids where there is no mask."""
+PADDING_FROM_IDS = frozenset({"T5GemmaDecoder"})
+"""Classes of stacks that derive their padding mask from the ids if they get none."""
 
-ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
-"""A second sequence, which cross attention sees, and its padding; every rank holds them whole."""
+ENCODER_STATES, ENCODER_MASK = "encoder_hidden_states", "encoder_attention_mask"
+"""The keys of cross attention, and their padding mask; replicated on every rank."""
 
-SECOND = (ENCODER[0], "cross_attention_states")
-"""The states of a second sequence: an encoder's, or mllama's images."""
+SECOND_SEQUENCES = (ENCODER_STATES, "cross_attention_states")
+"""States of a second sequence that cross attention sees: an encoder's, or mllama's images."""
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------
 
 
 def arguments_by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """All arguments by name."""
+    """All arguments of a call by name, those of ``**kwargs`` included."""
     bound = signature.bind_partial(*args, **kwargs).arguments
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -37,88 +44,20 @@ def arguments_by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -
     return dict(bound)
 
 
-def with_assumed_mask(module: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the mask that a stack makes of its ids by itself, where it was given none (T5Gemma)."""
+def with_padding_from_ids(module: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Add the padding mask that a stack would itself derive from the ids, if it has no mask (T5Gemma)."""
     ids = arguments.get("input_ids")
-    if type(module).__name__ not in PADS_BY_ID or ids is None or mask_of(arguments) is not None:
+    if type(module).__name__ not in PADDING_FROM_IDS or ids is None or mask_of(arguments) is not None:
         return arguments
-    return arguments | {"attention_mask": (ids != module.config.pad_token_id).long()}
-
-
-def facts(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """Which arguments about documents and positions a call was given."""
-    return frozenset(name for name in ("position_ids", *PACKING_ARGUMENTS) if arguments.get(name) is not None)
-
-
-def check_shapes(arguments: Mapping[str, Any], labels: torch.Tensor | None, batch: int, seq_len: int) -> None:
-    """Refuse tensors per token that are not as long as the sequence, before anybody waits for this rank.
-
-    Raises:
-        BatchError: names the argument and both shapes.
-    """
-    tokens = tokens_of(arguments)
-    if tokens.dim() != (3 if arguments.get("input_ids") is None else 2):
-        raise BatchError(
-            f"the tokens have shape {tuple(tokens.shape)}; ds_cp shares [B, S] ids or [B, S, hidden] embeddings."
-        )
-    positions, index = arguments.get("position_ids"), arguments.get("seq_idx")
-    per_token = {
-        "position_ids": positions,
-        "seq_idx": index,
-        "labels": labels,
-        "shift_labels": arguments.get("shift_labels"),
-        "token_type_ids": arguments.get("token_type_ids"),
-        "langs": arguments.get("langs"),
-    }
-    for name, value in per_token.items():
-        if value is None:
-            continue
-        value = torch.as_tensor(value)
-        flat = name == "shift_labels" and value.numel() == batch * seq_len
-        rows = (batch,) if name in ("labels", "shift_labels") else (1, batch)
-        if not flat and (value.dim() < 2 or value.size(-1) != seq_len or value.size(-2) not in rows):
-            raise BatchError(
-                f"{name} has shape {tuple(value.shape)} for a batch of {batch} x {seq_len} tokens: each rank would cut other "
-                "tokens than you meant."
-            )
-    boundaries = arguments.get("cu_seq_lens_q")
-    if boundaries is not None and boundaries.dim() != 1:
-        raise BatchError(
-            f"cu_seq_lens_q has shape {tuple(boundaries.shape)}; it is a list of borders, [documents + 1]."
-        )
-
-
-def contents(arguments: Mapping[str, Any], call: TaskHeadCall) -> list[torch.Tensor]:
-    """What must be equal on all ranks of a group: every integer of the batch, in masks that the model makes early too.
-    Embeddings are not compared, for floats may differ by rounding where they were computed; the ids that the head made
-    them from are."""
-    found: list[torch.Tensor] = []
-    for _, value in sorted(arguments.items()):
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        masks.map_deferred(value, lambda mask: found.extend(mask.tensors()))
-    return found + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
-
-
-def refuse_lost_facts(batch_facts: frozenset[str], arguments: Mapping[str, Any]) -> None:
-    """Raise when a head was told of documents or positions and its decoder was not (bloom, mpt).
-
-    Raises:
-        BatchError: names the arguments.
-    """
-    lost = sorted(batch_facts - facts(arguments))
-    if lost:
-        raise BatchError(
-            f"the model does not pass {', '.join(lost)} on to its decoder, so packed documents would see each other (they do "
-            "in plain transformers too). Give it one document per row, padded, or pass the argument to the decoder itself."
-        )
+    config: Any = module.config
+    return arguments | {"attention_mask": (ids != config.pad_token_id).long()}
 
 
 def tokens_of(arguments: Mapping[str, Any]) -> torch.Tensor:
-    """Ids [B, S], or where there are none embeddings [B, S, hidden].
+    """The ids [B, S], or if there are none the embeddings [B, S, hidden].
 
     Raises:
-        BatchError: there is neither.
+        BatchError: There is neither.
     """
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     if tokens is None:
@@ -133,27 +72,47 @@ def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache that the caller handed over, by whichever name the model takes it."""
+    """The KV cache that the caller passes, under either of its names."""
     return arguments.get("cache") if arguments.get("cache") is not None else arguments.get("past_key_values")
 
 
 def mask_of(arguments: Mapping[str, Any]) -> Any:
-    """The attention mask as the caller gave it, also where the model has made masks of it already, one per kind of layer."""
+    """The caller's attention mask, also if the model has already made masks from it, one per kind of layer."""
     mask = arguments.get("attention_mask")
-    made: list[masks.DeferredMask] = []
-    masks.map_deferred(mask, made.append)
-    if made:
-        return made[0].padding
+    deferred: list[masks.DeferredMask] = []
+    masks.map_deferred(mask, deferred.append)
+    if deferred:
+        return deferred[0].padding
     if type(mask) is dict and len({id(each) for each in mask.values()}) == 1:
         return next(iter(mask.values()))
     return mask
 
 
+def dense_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
+    """The caller's mask [B or 1, H or 1, S, S], if it is one, bool or additive. It is replicated, and sliced per tile."""
+    mask = mask_of(arguments)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
+        return None
+    if mask.requires_grad:
+        raise BatchError(
+            "attention_mask is a whole mask that requires grad, and ds_cp computes no gradient for it: the module that made it "
+            "would silently not train. Detach it."
+        )
+    is_readable = mask.dtype == torch.bool or mask.is_floating_point()
+    return mask if is_readable and mask.size(0) in (1, batch) else None
+
+
+# ---- documents ---------------------------------------------------------------------------------------------------
+
+
 def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
-    """Documents and padding from positions, 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``."""
+    """Documents and padding, from positions, the 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``.
+
+    A dense mask describes packing and padding completely, as in transformers, so each row is then one document.
+    """
     mask = mask_of(arguments)
     if dense_mask(arguments, batch, seq_len) is not None:
-        return Documents.find(batch, seq_len)  # it says everything, as in transformers: packing and padding too
+        return Documents.find(batch, seq_len)
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
         raise BatchError(
@@ -164,34 +123,91 @@ def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documen
     if mask is not None and tuple(mask.shape) != (batch, seq_len):
         raise BatchError(f"attention_mask has shape {tuple(mask.shape)} for a batch of {batch} x {seq_len} tokens.")
     positions = arguments.get("position_ids")
-    if positions is not None and positions.dim() == 3:
+    if positions is not None and positions.dim() == 3:  # M-RoPE: [3, B, S] without text positions, [4, B, S] with them
         positions = positions[0] if positions.size(0) == 4 else None
-    boundaries = arguments.get("cu_seq_lens_q")
-    keys = arguments.get("cu_seq_lens_k")
-    if boundaries is not None and keys is not None and not torch.equal(boundaries, keys):
+    boundaries, key_boundaries = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    if boundaries is not None and key_boundaries is not None and not torch.equal(boundaries, key_boundaries):
         raise BatchError("cu_seq_lens_q and cu_seq_lens_k differ; a decoder's queries and keys are the same tokens.")
+    unmasked = _numpy(mask)
     return Documents.find(
         batch,
         seq_len,
         positions=_numpy(positions),
-        unmasked=None if mask is None else _numpy(mask) != 0,
+        unmasked=None if unmasked is None else unmasked != 0,
         boundaries=_numpy(boundaries),
         seq_idx=_numpy(arguments.get("seq_idx")),
     )
 
 
-def dense_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.Tensor | None:
-    """A mask [B or 1, H or 1, S, S] that the user made; every rank holds it whole and cuts it per tile."""
-    mask = mask_of(arguments)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or tuple(mask.shape[2:]) != (seq_len, seq_len):
-        return None
-    if mask.requires_grad:
+def document_arguments(arguments: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the arguments about documents and positions that a call has."""
+    return frozenset(name for name in ("position_ids", *PACKING_ARGUMENTS) if arguments.get(name) is not None)
+
+
+def refuse_dropped_arguments(head_arguments: frozenset[str], arguments: Mapping[str, Any]) -> None:
+    """Refuse a model that does not pass its arguments about documents and positions on to its decoder (bloom, mpt).
+
+    Args:
+        head_arguments: :func:`document_arguments` of the task head's call.
+        arguments: The decoder's arguments.
+
+    Raises:
+        BatchError: Names the arguments.
+    """
+    dropped = sorted(head_arguments - document_arguments(arguments))
+    if dropped:
         raise BatchError(
-            "attention_mask is a whole mask that asks for a gradient, which ds_cp does not compute: what made it would "
-            "silently not train. Detach it."
+            f"the model does not pass {', '.join(dropped)} on to its decoder, so packed documents would see each other (they do "
+            "in plain transformers too). Give it one document per row, padded, or pass the argument to the decoder itself."
         )
-    readable = mask.dtype == torch.bool or mask.is_floating_point()
-    return mask if readable and mask.size(0) in (1, batch) else None
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def check_shapes(arguments: Mapping[str, Any], labels: torch.Tensor | None, batch: int, seq_len: int) -> None:
+    """Refuse per-token tensors of another length than the sequence, before any rank waits for this one.
+
+    Raises:
+        BatchError: Names the argument and both shapes.
+    """
+    tokens = tokens_of(arguments)
+    if tokens.dim() != (3 if arguments.get("input_ids") is None else 2):
+        raise BatchError(
+            f"the tokens have shape {tuple(tokens.shape)}; ds_cp shares [B, S] ids or [B, S, hidden] embeddings."
+        )
+    names = ("position_ids", "seq_idx", "shift_labels", "token_type_ids", "langs")
+    per_token = {name: arguments.get(name) for name in names} | {"labels": labels}
+    for name, value in per_token.items():
+        if value is None:
+            continue
+        value = torch.as_tensor(value)
+        is_flat = name == "shift_labels" and value.numel() == batch * seq_len
+        row_counts = (batch,) if name in ("labels", "shift_labels") else (1, batch)
+        if not is_flat and (value.dim() < 2 or value.size(-1) != seq_len or value.size(-2) not in row_counts):
+            raise BatchError(
+                f"{name} has shape {tuple(value.shape)} for a batch of {batch} x {seq_len} tokens: each rank would cut other "
+                "tokens than you meant."
+            )
+    boundaries = arguments.get("cu_seq_lens_q")
+    if boundaries is not None and boundaries.dim() != 1:
+        raise BatchError(
+            f"cu_seq_lens_q has shape {tuple(boundaries.shape)}; it is a list of boundaries, [documents + 1]."
+        )
+
+
+def tensors_to_compare(arguments: Mapping[str, Any], call: TaskHeadCall) -> list[torch.Tensor]:
+    """The tensors that must be equal on all ranks of a group, those in deferred masks included.
+
+    The digest skips floats, which may differ by rounding between ranks. For embeddings, the ids that the task head
+    computed them from are compared instead.
+    """
+    tensors: list[torch.Tensor] = []
+    for _, value in sorted(arguments.items()):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        masks.map_deferred(value, lambda mask: tensors.extend(mask.tensors()))
+    return tensors + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
 
 
 def describe(value: Any) -> str:
@@ -199,5 +215,5 @@ def describe(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
 
 
-def _numpy(tensor: torch.Tensor | None):
+def _numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
     return None if tensor is None else tensor.detach().cpu().numpy()

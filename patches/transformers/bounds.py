@@ -1,7 +1,8 @@
-"""Numbers that look a table up must lie inside of it: ids, positions, token types, labels. Checked before they are cut.
+"""Checks that indices into tables (ids, positions, token types, labels) lie inside the tables, before they are sharded.
 
-A rank that asks a table for more than it holds fails alone, on a GPU without a sentence, and the others of its group wait
-for it. All of them see the whole batch, so all of them look, with one read of the device for all numbers together.
+If only one rank holds an index that is too large, only that rank fails, on a GPU without a readable message, and the other
+ranks of its group wait for it. Every rank has the full batch, so every rank checks all of it. One read of the device
+fetches the extremes of all index tensors.
 """
 
 from __future__ import annotations
@@ -16,137 +17,133 @@ from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.patches.transformers.models import positions
 
-BY_IDS = ("embed_tokens_per_layer",)
-"""Tables beside its embedding that a stack looks its ids up in (gemma4)."""
+TABLES_BY_IDS = ("embed_tokens_per_layer",)
+"""Tables that a stack indexes by its ids, in addition to its embedding (gemma4)."""
 
-BY_ARGUMENT = {"token_type_ids": ("token_type_embeddings", "embeddings.token_type_embeddings"), "langs": ("lang_embeddings",)}  # fmt: skip
-"""Where an argument with a number per token is looked up; in the embedding, where a stack lacks that table (gpt2)."""
+TABLES_BY_ARGUMENT = {"token_type_ids": ("token_type_embeddings", "embeddings.token_type_embeddings"), "langs": ("lang_embeddings",)}  # fmt: skip
+"""Tables that a stack indexes by another per-token argument. A stack without that table uses its embedding (gpt2)."""
 
-OF_POSITIONS = frozenset({"wpe", "position_embeddings", "positions_embed", "embed_positions", "pos_encoding"})
-"""What models call a table with a row per position."""
+POSITION_TABLES = frozenset({"wpe", "position_embeddings", "positions_embed", "embed_positions", "pos_encoding"})
+"""Names that models give to a table with one row per position."""
 
-Numbers = torch.Tensor | tuple[int, int]
-"""Integers of the whole batch; or the smallest and the largest of them."""
+Indices = torch.Tensor | tuple[int, int]
+"""Integers of the whole batch, or the smallest and the largest of them."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Numbers that a table is asked for.
+    """Indices into a table.
 
     Attributes:
-        name: what the user calls them.
-        low, high: what the table holds, both included.
-        table: its name.
+        name: The user's name for the indices.
+        indices: The indices of the whole batch.
+        low, high: The smallest and the largest index that the table allows.
+        table: Name of the table.
     """
 
     name: str
-    numbers: Numbers
+    indices: Indices
     low: int
     high: int
     table: str
 
 
 def position_tables(stack: nn.Module) -> tuple[str, ...]:
-    """The names of a stack's tables of positions; of buffers that each layer has alike, the first."""
-    found: dict[str, str] = {}
+    """Paths of a stack's position tables. If each layer has a buffer of the same name, the first of them."""
+    paths: dict[str, str] = {}
     for path, module in stack.named_modules():
         parent, _, name = path.rpartition(".")
-        if name in OF_POSITIONS and parent in ("", "embeddings") and _embedding_in(module) is not None:
-            found.setdefault(name, path)
+        if name in POSITION_TABLES and parent in ("", "embeddings") and _embedding_in(module) is not None:
+            paths.setdefault(name, path)
         for name, buffer in module.named_buffers(recurse=False):
-            if name in OF_POSITIONS and buffer.dim() == 2:
-                found.setdefault(name, f"{path}.{name}" if path else name)
-    return tuple(found.values())
+            if name in POSITION_TABLES and buffer.dim() == 2:
+                paths.setdefault(name, f"{path}.{name}" if path else name)
+    return tuple(paths.values())
 
 
 def check(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any], call: TaskHeadCall) -> None:
-    """Compare what a stack looks up, and the loss of its head, with what their tables hold.
+    """Check all indices of a stack and of its task head's loss.
 
     Args:
-        tables: names of the stack's tables of positions.
-        arguments: the stack's arguments by name, of the whole batch.
+        tables: Paths of the stack's position tables.
+        arguments: The stack's arguments by name, of the whole batch.
 
     Raises:
-        BatchError: names the argument, the number and the table.
+        BatchError: Names the argument, the index and the table.
     """
-    refuse_out_of_range([*_by_token(stack, arguments), *_by_position(stack, tables, arguments), *_by_label(call)])
-
-
-def refuse_out_of_range(lookups: list[Lookup]) -> None:
-    """Raise for the first lookup that its table does not hold.
-
-    Raises:
-        BatchError: names it.
-    """
-    for each, (smallest, largest) in zip(lookups, _extremes([each.numbers for each in lookups]), strict=True):
-        if smallest < each.low or largest > each.high:
-            raise BatchError(
-                f"{each.name} holds {smallest if smallest < each.low else largest}, but {each.table} goes from {each.low} "
-                f"to {each.high}: only the rank with that token would fail, and the others of its group would wait for it."
-            )
-
-
-def _extremes(numbers: list[Numbers]) -> list[tuple[int, int]]:
-    """The smallest and the largest of each, with one read of the device."""
-    found = [each if isinstance(each, tuple) else None for each in numbers]
-    asked = [i for i, each in enumerate(numbers) if isinstance(each, torch.Tensor) and each.numel()]
-    if asked:
-        device = numbers[asked[0]].device
-        ends = [torch.stack(torch.aminmax(numbers[i].detach())).to(device, torch.int64) for i in asked]
-        for i, pair in zip(asked, torch.stack(ends).tolist(), strict=True):
-            found[i] = tuple(pair)
-    return [each or (0, 0) for each in found]
-
-
-def _by_token(stack: nn.Module, arguments: Mapping[str, Any]) -> Iterator[Lookup]:
-    word = stack.get_input_embeddings() if hasattr(stack, "get_input_embeddings") else None
-    asked = [
-        ("input_ids", "the vocabulary", word),
-        *(("input_ids", name, getattr(stack, name, None)) for name in BY_IDS),
-    ]
-    for argument, paths in BY_ARGUMENT.items():
-        tables = [(argument, path, table) for path in paths if (table := _submodule(stack, path)) is not None]
-        asked.append(tables[0] if tables else (argument, "the vocabulary", word))
-    for argument, name, module in asked:
-        numbers, table = arguments.get(argument), _embedding_in(module)
-        if table is not None and isinstance(numbers, torch.Tensor) and not numbers.is_floating_point():
-            yield Lookup(argument, numbers, 0, table.num_embeddings - 1, name)
-
-
-def _by_position(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any]) -> Iterator[Lookup]:
-    name = "position_ids" if arguments.get("position_ids") is not None else "the count of its positions"
-    for path in tables:
-        parent, _, last = path.rpartition(".")
-        owner = stack.get_submodule(parent)
-        table = getattr(owner, last)
-        if isinstance(table, torch.Tensor):  # a buffer, which may be asked from behind
-            yield Lookup(
-                name, positions.lookup_indices(owner, None, arguments), -table.size(0), table.size(0) - 1, path
-            )
-        elif (inner := _embedding_in(table)) is not None:
-            first = -getattr(inner, "offset", 0)
-            yield Lookup(
-                name, positions.lookup_indices(owner, inner, arguments), first, inner.num_embeddings + first - 1, path
-            )
-
-
-def _by_label(call: TaskHeadCall) -> Iterator[Lookup]:
+    lookups = [*_lookups_by_token(stack, arguments), *_lookups_by_position(stack, tables, arguments)]
     if call.targets is not None and call.vocab and not call.targets.is_floating_point():
-        yield label_lookup(call.targets, call.vocab, call.ignore_index)
+        lookups.append(label_lookup(call.targets, call.vocab, call.ignore_index))
+    refuse_out_of_range(lookups)
 
 
 def label_lookup(targets: torch.Tensor, vocab: int, ignore_index: int) -> Lookup:
-    """Labels of the whole sequence, as the loss takes them."""
+    """The lookup of a loss's labels, of the whole sequence."""
     return Lookup("labels", targets.masked_fill(targets == ignore_index, 0), 0, vocab - 1, "the vocabulary")
 
 
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+def refuse_out_of_range(lookups: list[Lookup]) -> None:
+    """Raise for the first lookup with an index that its table does not have.
+
+    Raises:
+        BatchError: Names the argument, the index and the table.
+    """
+    extremes = _extremes([lookup.indices for lookup in lookups])
+    for lookup, (smallest, largest) in zip(lookups, extremes, strict=True):
+        if smallest < lookup.low or largest > lookup.high:
+            raise BatchError(
+                f"{lookup.name} holds {smallest if smallest < lookup.low else largest}, but {lookup.table} goes from {lookup.low} "
+                f"to {lookup.high}: only the rank with that token would fail, and the others of its group would wait for it."
+            )
+
+
+def _extremes(indices: list[Indices]) -> list[tuple[int, int]]:
+    """The smallest and the largest index of each lookup, with one read of the device; (0, 0) for an empty tensor."""
+    extremes = [(0, 0) if isinstance(each, torch.Tensor) else each for each in indices]
+    tensors = {i: each for i, each in enumerate(indices) if isinstance(each, torch.Tensor) and each.numel()}
+    if tensors:
+        device = next(iter(tensors.values())).device
+        pairs = [torch.stack(torch.aminmax(each.detach())).to(device, torch.int64) for each in tensors.values()]
+        for i, (smallest, largest) in zip(tensors, torch.stack(pairs).tolist(), strict=True):
+            extremes[i] = smallest, largest
+    return extremes
+
+
+def _lookups_by_token(stack: Any, arguments: Mapping[str, Any]) -> Iterator[Lookup]:
+    embedding = stack.get_input_embeddings() if hasattr(stack, "get_input_embeddings") else None
+    candidates: list[tuple[str, str, Any]] = [("input_ids", "the vocabulary", embedding)]
+    candidates += [("input_ids", name, getattr(stack, name, None)) for name in TABLES_BY_IDS]
+    for argument, paths in TABLES_BY_ARGUMENT.items():
+        tables = [(argument, path, table) for path in paths if (table := _submodule(stack, path)) is not None]
+        candidates.append(tables[0] if tables else (argument, "the vocabulary", embedding))
+    for argument, name, module in candidates:
+        indices, table = arguments.get(argument), _embedding_in(module)
+        if table is not None and isinstance(indices, torch.Tensor) and not indices.is_floating_point():
+            yield Lookup(argument, indices, 0, table.num_embeddings - 1, name)
+
+
+def _lookups_by_position(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any]) -> Iterator[Lookup]:
+    name = "position_ids" if arguments.get("position_ids") is not None else "the count of its positions"
+    for path in tables:
+        parent, _, attribute = path.rpartition(".")
+        owner = stack.get_submodule(parent)
+        table = getattr(owner, attribute)
+        if isinstance(table, torch.Tensor):  # a buffer, where negative indices count from the end
+            yield Lookup(
+                name, positions.lookup_indices(owner, None, arguments), -table.size(0), table.size(0) - 1, path
+            )
+        elif (embedding := _embedding_in(table)) is not None:
+            indices, first = positions.lookup_indices(owner, embedding, arguments), -getattr(embedding, "offset", 0)
+            yield Lookup(name, indices, first, embedding.num_embeddings + first - 1, path)
+
+
+def _submodule(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
 
 
-def _embedding_in(module: nn.Module | None) -> nn.Embedding | None:
-    """The embedding itself, possibly inside of an adapter; None where it is none of torch's."""
-    inside = module.modules() if isinstance(module, nn.Module) else ()
-    return next((each for each in inside if isinstance(each, nn.Embedding)), None)
+def _embedding_in(module: Any) -> nn.Embedding | None:
+    """The embedding, possibly inside an adapter; None if it is not torch's."""
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return next((each for each in modules if isinstance(each, nn.Embedding)), None)

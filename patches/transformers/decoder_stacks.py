@@ -1,14 +1,15 @@
-"""Stacks: the runs of layers of a model that share a sequence. Hooks open a region before each and close it behind.
+"""Opens and closes regions around a model's stacks, by forward hooks.
 
-A decoder-only model and an encoder have one stack; an encoder-decoder has two, with a sequence, a layout and a region
-each. What a stack returns is whole again, so that whatever follows it (a head, a pooler, cross attention) may be anything.
+A stack is a run of layers that share one sequence. A decoder-only model and an encoder have one stack; an encoder-decoder
+has two, each with a sequence, a layout and a region of its own. The outputs of a stack are gathered, so that any module may
+follow it (a task head, a pooler, cross attention), unless the task head's loss takes local hidden states.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -30,78 +31,85 @@ class Stack:
     """One stack of a model.
 
     Attributes:
-        layers: what mixes tokens in a forward: self attention, recurrent layers.
-        rules: how many layers have which rule, for balance.
-        feeds_head: whether the head's loss takes what this stack returns, so that it may stay local.
-        tables: the names of its tables of positions.
-        cache: what it calls a cache that its layers fill; None where they do not.
-        lacks_cache: whether the running forward would return a cache in one process.
-        forwards: regions opened so far.
-        compared: the kinds of forwards whose batches were compared: (trains, a place in ``MODES``). An evaluation or a
-            warm-up says nothing of the batches that are trained on.
+        layers: Number of calls in a forward pass that mix tokens: self attention and recurrent layers.
+        rules: Number of layers per rule, for the balanced layout.
+        feeds_task_head: Whether the task head's loss takes this stack's hidden states, so that they may stay local.
+        position_tables: Paths of its tables with a row per position.
+        cache_argument: Name of the argument for a cache that its layers fill; None if they do not.
+        replaces_cache: Whether one process would return a cache from the running forward pass, and a region has none.
+        forwards: Number of regions opened so far.
+        compared: Kinds of forward passes whose batches have been compared over the group: (whether it trains, index into
+            ``agreement.MODES``). Equal batches in an evaluation or a warm-up prove nothing about those in training.
     """
 
     layers: int
     rules: Mapping[Rule, int]
-    feeds_head: bool
-    tables: tuple[str, ...] = ()
-    cache: str | None = None
-    lacks_cache: bool = False
+    feeds_task_head: bool
+    position_tables: tuple[str, ...] = ()
+    cache_argument: str | None = None
+    replaces_cache: bool = False
     forwards: int = 0
     compared: set[tuple[bool, int]] = field(default_factory=set)
 
 
-def find(head: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
+def find(model: PreTrainedModel) -> dict[PreTrainedModel, Stack]:
     """The stacks of a model by the module that runs them, in the order in which they run."""
-    *encoders, decoder = structure.find_stacks(head)
+    *encoders, decoder = structure.find_stacks(model)
     stacks = {}
     for module in (*encoders, decoder):
-        config, is_decoder = structure.stack_config(head, module), module is decoder
-        layers = structure.count_token_mixers(module, config, is_decoder)
-        rules, tables = structure.layer_rules(config, is_decoder), bounds.position_tables(module)
-        stacks[module] = Stack(layers, rules, is_decoder, tables, prefill.cache_argument(module))
+        config, is_decoder = structure.stack_config(model, module), module is decoder
+        stacks[module] = Stack(
+            layers=structure.count_token_mixers(module, config, is_decoder),
+            rules=structure.layer_rules(config, is_decoder),
+            feeds_task_head=is_decoder,
+            position_tables=bounds.position_tables(module),
+            cache_argument=prefill.cache_argument(module),
+        )
     return stacks
 
 
 def hook(module: PreTrainedModel, stack: Stack, plan: Plan, mesh: Mesh) -> list[Any]:
-    """Put the hooks on a stack and on its pooler; returns their handles."""
+    """Register the hooks of a stack and of its pooler. Returns their handles."""
     signature = inspect.signature(module.forward)
     handles = [
-        module.register_forward_pre_hook(_before(stack, plan, mesh, signature), with_kwargs=True),
-        module.register_forward_hook(_after(stack), always_call=True),
+        module.register_forward_pre_hook(_before_stack(stack, plan, mesh, signature), with_kwargs=True),
+        module.register_forward_hook(_after_stack(stack), always_call=True),
     ]
     if isinstance(pooler := getattr(module, "pooler", None), torch.nn.Module):
         handles.append(pooler.register_forward_pre_hook(_before_pooler))
     return handles
 
 
-def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
+# ---- before a stack ----------------------------------------------------------------------------------------------
+
+
+def _before_stack(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature) -> Callable:
     @torch.compiler.disable
     def before_stack(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = batches.with_assumed_mask(module, batches.arguments_by_name(signature, args, kwargs))
-        call = (current_task_head() if stack.feeds_head else None) or TaskHeadCall()
-        # some heads turn the config's use_cache=True into an argument, so that alone does not tell generation from training
-        fills_cache = arguments.get("use_cache") and call.labels is None and not torch.is_grad_enabled()
+        """Open a region and return local arguments; or open none, if the forward pass fills a cache that no region can."""
+        arguments = batches.with_padding_from_ids(module, batches.arguments_by_name(signature, args, kwargs))
+        call = (current_task_head() if stack.feeds_task_head else None) or TaskHeadCall()
         cache, mode = None, int(call.keeps_local)
-        if batches.cache_of(arguments) is not None or fills_cache:
-            cache, mode = prefill.cache_to_fill(module, arguments) if stack.cache else None, WITH_CACHE
+        if _uses_cache(arguments, call):
+            mode = WITH_CACHE
+            cache = prefill.cache_to_fill(module, arguments) if stack.cache_argument else None
             if cache is None:
-                if module.training and torch.is_grad_enabled():  # generation may be the affair of one rank
+                if module.training and torch.is_grad_enabled():
+                    # Only in training must all ranks of the group be here: a single rank may generate.
                     agree(mesh.control_group, None, (*batches.shape_of(arguments), mode), 0, stack.forwards)
-                begin_stack(module, None)  # every rank runs the whole; in decoding that is one new token
+                begin_stack(module, None)  # replicated: every rank runs on all tokens, of which decoding has one
                 return masks.materialise(args), masks.materialise(kwargs)
-        region = _open(stack, plan, mesh, arguments, call, module, mode)
+        region = _open_region(stack, plan, mesh, module, arguments, call, mode)
         stack.forwards += 1
         local = shard_batch.local_arguments(region, arguments, batches.shape_of(arguments))
-        if batches.ENCODER[1] not in signature.parameters:
-            local.pop(batches.ENCODER[1], None)
-        if cache is not None:
-            local[stack.cache] = prefill.ShardedPrefillCache(cache, region)
-        elif "use_cache" in signature.parameters:
-            local["use_cache"] = False  # a cache of one shard's keys is of no use to anyone
-        stack.lacks_cache = (
-            cache is None and "use_cache" in signature.parameters and prefill.returns_cache(module, arguments)
-        )
+        if batches.ENCODER_MASK not in signature.parameters:
+            local.pop(batches.ENCODER_MASK, None)
+        takes_use_cache = "use_cache" in signature.parameters
+        if cache is not None and stack.cache_argument is not None:
+            local[stack.cache_argument] = prefill.ShardedPrefillCache(cache, region)
+        elif takes_use_cache:
+            local["use_cache"] = False  # it would hold the keys of one shard
+        stack.replaces_cache = cache is None and takes_use_cache and prefill.returns_cache(module, arguments)
         begin_stack(module, region)
         return (), local
 
@@ -109,33 +117,48 @@ def _before(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signature):
     return before_stack
 
 
-def _open(
+def _uses_cache(arguments: Mapping[str, Any], call: TaskHeadCall) -> bool:
+    """Whether the caller passes a cache or wants one filled.
+
+    Some models pass their config's ``use_cache=True`` on as an argument, also in training, so the argument alone does not
+    mean generation.
+    """
+    if batches.cache_of(arguments) is not None:
+        return True
+    return bool(arguments.get("use_cache")) and call.labels is None and not torch.is_grad_enabled()
+
+
+def _open_region(
     stack: Stack,
     plan: Plan,
     mesh: Mesh,
+    module: torch.nn.Module,
     arguments: Mapping[str, Any],
     call: TaskHeadCall,
-    module: torch.nn.Module,
     mode: int,
 ) -> Region:
-    """Read the batch's facts, agree on them with the group, and make the region. Fails on all ranks or on none."""
+    """Check the batch, agree on it with the context-parallel group, and choose the layout.
+
+    Raises:
+        BatchError: On all ranks of the group, if the batch of any rank cannot be sharded or batches differ.
+    """
     error, documents, shape, digest = None, None, (0, 0), 0
     kind = (module.training and torch.is_grad_enabled(), mode)
-    first = kind not in stack.compared
     try:
         shape = batches.shape_of(arguments)
         support.refuse_call(module, arguments, call)
         batches.check_shapes(arguments, call.labels if call.keeps_local else None, *shape)
-        batches.refuse_lost_facts(call.batch_facts, arguments)
+        batches.refuse_dropped_arguments(call.batch_facts, arguments)
         documents = batches.documents(arguments, *shape)
         if plan.checks != "off":
-            bounds.check(module, stack.tables, arguments, call)
-            contents = batches.contents(arguments, call) if plan.checks == "every_step" or first else []
-            # layout and schedule come from the documents, and these are on the host: they are compared on each step
+            bounds.check(module, stack.position_tables, arguments, call)
+            # Layout and schedule follow from the documents, which are on the host: they are compared in every step.
+            compares_contents = plan.checks == "every_step" or kind not in stack.compared
+            contents = batches.tensors_to_compare(arguments, call) if compares_contents else []
             digest = digest_of([*documents.ranges, *contents])
     except (BatchError, ValueError) as problem:
         error = str(problem)
-    except Exception as problem:  # whatever it is, the other ranks of the group must hear of it instead of waiting
+    except Exception as problem:  # the other ranks of the group must learn of any error, or they wait for this one
         error = f"{type(problem).__name__} while the batch was read: {problem}"
     agree(mesh.control_group, error, (*shape, mode), digest, stack.forwards)
     stack.compared.add(kind)
@@ -144,9 +167,13 @@ def _open(
     return Region(plan, mesh, layout, documents, dense_mask=batches.dense_mask(arguments, *shape))
 
 
-def _after(stack: Stack):
+# ---- after a stack -----------------------------------------------------------------------------------------------
+
+
+def _after_stack(stack: Stack) -> Callable:
     @torch.compiler.disable
     def after_stack(module: torch.nn.Module, args: tuple, output: Any) -> Any:
+        """Close the region, check that all layers went through it, and gather the outputs."""
         region = end_stack(module)
         if region is None or output is None:
             return None
@@ -156,42 +183,51 @@ def _after(stack: Stack):
                 "shard only. Do not change the model's attention implementation after it was attached, and do not replace "
                 "its attention layers."
             )
-        call = current_task_head()
-        keeps_local = stack.feeds_head and call is not None and call.keeps_local
-        if keeps_local:
+        call = current_task_head() if stack.feeds_task_head else None
+        keeps_local = call is not None and call.keeps_local
+        if call is not None and keeps_local:
             if call.region is not None:
                 raise BatchError(
                     "the model calls its decoder twice for one loss, which ds_cp computes on local tokens: the second call's "
                     "tokens lie elsewhere. Compute the loss outside of the model, from its logits."
                 )
             call.region = region
-        output = _closed(region, output, keeps_local, stack.layers)
-        return prefill.with_no_cache(output) if stack.lacks_cache else output
+        output = _gathered_output(region, output, keeps_local, stack.layers)
+        return prefill.with_no_cache(output) if stack.replaces_cache else output
 
     return after_stack
 
 
-def _closed(region: Region, output: Any, keep_last_local: bool, layers: int) -> Any:
-    """A stack's output with everything per token whole, except for a last hidden state that stays local."""
+def _gathered_output(region: Region, output: Any, keeps_local: bool, layers: int) -> Any:
+    """A stack's output with all per-token tensors gathered, and with the filled cache.
+
+    Args:
+        keeps_local: Whether the last hidden state stays local.
+        layers: Number of layers that must have filled the cache.
+    """
     if isinstance(output, tuple):
-        output = tuple(
-            value.done(layers) if isinstance(value, prefill.ShardedPrefillCache) else value for value in output
+        first, *rest = (
+            value.filled_cache(layers) if isinstance(value, prefill.ShardedPrefillCache) else value for value in output
         )
-        rest = (_whole(region, value, 3) for value in output[1:])
-        return (output[0] if keep_last_local else _whole(region, output[0], 3), *rest)
+        first = first if keeps_local else _gathered(region, first, 3)
+        return (first, *(_gathered(region, value, 3) for value in rest))
     for name, value in list(output.items()):
         if isinstance(value, prefill.ShardedPrefillCache):
-            output[name] = value.done(layers)
-        elif not (keep_last_local and name == "last_hidden_state"):
-            output[name] = _whole(region, value, 2 if "router" in name else 3)
+            output[name] = value.filled_cache(layers)
+        elif not (keeps_local and name == "last_hidden_state"):
+            output[name] = _gathered(region, value, 2 if "router" in name else 3)
     return output
 
 
-def _whole(region: Region, value: Any, fewest_dims: int) -> Any:
-    """Hidden states [B, L, d] and [k, B, L, d] and, inside tuples, what experts' routers say ([B * L, E]), of all tokens."""
+def _gathered(region: Region, value: Any, min_dims: int) -> Any:
+    """Gather per-token tensors: hidden states [B, L, d] and [k, B, L, d], and routers' logits [B * L, E], also in tuples.
+
+    Args:
+        min_dims: Tensors with fewer dims are returned as they are.
+    """
     if isinstance(value, (tuple, list)):
-        return type(value)(_whole(region, item, 2) for item in value)
-    if not isinstance(value, torch.Tensor) or value.dim() < fewest_dims:
+        return type(value)(_gathered(region, item, 2) for item in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < min_dims:
         return value
     length, batch = region.layout.local_len, len(region.documents.ranges)
     if value.dim() == 4 and value.shape[1:3] == (batch, length):
@@ -205,7 +241,7 @@ def _whole(region: Region, value: Any, fewest_dims: int) -> Any:
 
 @torch.compiler.disable
 def _before_pooler(pooler: torch.nn.Module, args: tuple) -> tuple | None:
-    """Poolers inside a stack take the first token of what they get, so they get all of them."""
+    """Gather the hidden states for a pooler inside a stack, which takes the first token."""
     region = current_region()
     if region is None:
         return None

@@ -1,7 +1,7 @@
-"""The attention mask of a layer inside a region: an object in the place of a tensor [B, 1, S, S].
+"""The attention mask of a layer inside a region: an object in place of a tensor [B, 1, S, S].
 
-It travels as an argument, from the model's mask function through the layer to the attention function, and carries what
-attention needs of the call: so a recomputed layer finds the region of its own forward, whatever has run since.
+It is passed as an argument from the model's mask function through the layer to the attention function, and carries the
+layer's context. A recomputed layer therefore finds the region of its own forward pass, whichever ran since.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class MaskDescriptor:
     """The mask of a layer inside a region.
 
     Attributes:
-        call: the call of a layer that the mask belongs to. Until a layer has its own, it names the region only.
-        rule: which keys a query may see.
-        terms: what no rule expresses: dense masks, and masks given as a function of indices.
-        chosen: [B, G, L, n], the keys that an indexer has chosen for this rank's queries, where the model combines them
-            with its mask.
+        call: Context of the layer's attention. Before a layer runs it names the region only; checkpointing and layers that
+            run in chunks then add what they need to it.
+        rule: Which keys a query may see.
+        terms: The part of the mask that no rule expresses: dense masks, and functions of indices.
+        chosen: Keys that an indexer has chosen for this rank's queries, [B, G, L, n], if the model combines them with its
+            mask.
     """
 
     call: LayerCall
@@ -36,16 +37,16 @@ class MaskDescriptor:
 
     @property
     def region(self) -> Region:
-        """The region of the forward that the mask was made for."""
+        """The region of the forward pass that the mask was made for."""
         return self.call.region
 
-    # What single models do to their mask before they hand it on:
+    # Operations that single models apply to their mask before they pass it on:
 
     ndim = 0
-    """Falcon asks whether its mask has the four dims of a tensor [B, 1, S, S], which it would slice."""
+    """Falcon slices its mask if it has the four dims of a tensor [B, 1, S, S]."""
 
     dtype = torch.bool
-    """Qwen4's indexed attention asks whether to combine its mask by ``&`` or by addition."""
+    """Qwen4's indexed attention combines its mask by ``&`` if it is bool, else by addition."""
 
     def to(self, *args: object, **kwargs: object) -> "MaskDescriptor":
         """MPT casts its mask to bool."""
@@ -59,7 +60,7 @@ class MaskDescriptor:
         """Qwen4's indexed attention intersects its mask with the keys that its indexer has chosen.
 
         Raises:
-            BatchError: a mask instead of indices, which would be of this rank's shard.
+            BatchError: the argument is a mask, not indices; it would cover this rank's shard only.
         """
         if chosen.dtype == torch.bool or chosen.is_floating_point():
             raise BatchError(
@@ -69,12 +70,12 @@ class MaskDescriptor:
         return replace(self, chosen=chosen)
 
 
-def map_masks(value: Any, change: Callable[[MaskDescriptor], MaskDescriptor]) -> Any:
-    """Arguments with every mask descriptor in them, and inside of tuples, lists and dicts, changed."""
+def map_masks(value: Any, function: Callable[[MaskDescriptor], MaskDescriptor]) -> Any:
+    """Apply a function to every mask descriptor in a value, also inside tuples, lists and dicts."""
     if isinstance(value, MaskDescriptor):
-        return change(value)
+        return function(value)
     if type(value) in (tuple, list):
-        return type(value)(map_masks(item, change) for item in value)
+        return type(value)(map_masks(item, function) for item in value)
     if type(value) is dict:
-        return {name: map_masks(item, change) for name, item in value.items()}
+        return {name: map_masks(item, function) for name, item in value.items()}
     return value

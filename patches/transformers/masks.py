@@ -1,8 +1,8 @@
-"""transformers' mask functions, read as rules by walking their closures.
+"""Decodes transformers' mask functions into rules, by reading their closures.
 
-A mask is built by nesting functions of (batch, head, q, k) index: ``and_masks(sliding_window_overlay(8), causal)``. What
-is known becomes a rule; the rest is kept as a function and asked tile by tile, never for S x S pairs. Inside a region
-the model runs on local tokens, so per-token tensors in a closure are shards: they are made whole first.
+A mask is nested functions of (batch, head, q, k) indices: ``and_masks(sliding_window_overlay(8), causal)``. Functions that
+are known become a rule. Any other function is evaluated tile by tile, never for all S x S pairs. Inside a region the model
+runs on local tokens, so per-token tensors in a closure are shards; they are gathered first.
 """
 
 from __future__ import annotations
@@ -23,42 +23,47 @@ from ds_cp.patches.transformers.mask_descriptor import MaskDescriptor
 from ds_cp.patches.transformers.models.introspection import closure_variables
 from ds_cp.region import LayerCall, Region
 
-KNOWN: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
-    "causal_mask_function": lambda held, region: CAUSAL,
-    "bidirectional_mask_function": lambda held, region: EVERYTHING,
-    "packed_sequence_mask_function": lambda held, region: EVERYTHING,  # the region knows which tokens belong together
-    "sliding_window_overlay": lambda held, region: Band(held["sliding_window"] - 1, OPEN),
-    "sliding_window_bidirectional_overlay": lambda held, region: Band(held["sliding_window"], held["sliding_window"]),
-    # gemma3's and step3p7's own: the window does not count its edge
-    "_bidirectional_window_overlay": lambda held, region: Band(held["sliding_window"] - 1, held["sliding_window"] - 1),
-    # counted from the start of the document, which is where the left padding ends
-    "chunked_overlay": lambda held, region: ChunkedAttention(held["chunk_size"]),
-    "blockwise_overlay": lambda held, region: Blocks.of(
-        _whole(held["block_sequence_ids"], region).detach().cpu().numpy()
+RULES: dict[str, Callable[[dict[str, Any], Region], Rule]] = {
+    "causal_mask_function": lambda closure, region: CAUSAL,
+    "bidirectional_mask_function": lambda closure, region: EVERYTHING,
+    "packed_sequence_mask_function": lambda closure, region: EVERYTHING,  # the region restricts keys to the document
+    "sliding_window_overlay": lambda closure, region: Band(closure["sliding_window"] - 1, OPEN),
+    "sliding_window_bidirectional_overlay": lambda closure, region: _symmetric_band(closure["sliding_window"]),
+    # gemma3's and step3p7's own function, whose window does not include its edge
+    "_bidirectional_window_overlay": lambda closure, region: _symmetric_band(closure["sliding_window"] - 1),
+    # chunks are counted from the start of the document, which is where left padding ends
+    "chunked_overlay": lambda closure, region: ChunkedAttention(closure["chunk_size"]),
+    "blockwise_overlay": lambda closure, region: Blocks.of(
+        _gathered(closure["block_sequence_ids"], region).detach().cpu().numpy()
     ),
 }
-"""By the name of the function that makes the mask function."""
+"""Rules by the name of the outermost function that defines the mask function, made from its closure."""
+
+
+# ---- masks made before the decoder runs --------------------------------------------------------------------------
 
 
 class DeferredMask:
-    """A mask that a model makes before its decoder runs: whether and how the sequence is shared is not known yet.
+    """A mask that a model makes before its decoder runs, when it is not known yet whether and how the sequence is shared.
+
+    The stack's hook replaces it by a descriptor (:meth:`bind`) or by a tensor (:func:`materialise`). Any other use raises.
 
     Attributes:
-        arguments: of transformers' mask interface: ``batch_size``, ``q_length``, ``kv_length``, ``mask_function``,
-            ``attention_mask`` (the 2-D padding mask) and others.
-        make: what builds the mask where nothing is shared.
+        make_mask: transformers' function that builds the mask as a tensor.
+        arguments: Arguments of transformers' mask interface: ``batch_size``, ``q_length``, ``kv_length``,
+            ``mask_function``, ``attention_mask`` (the 2-D padding mask) and others.
     """
 
-    def __init__(self, make: Callable, arguments: dict[str, Any]):
-        self.make, self.arguments = make, arguments
+    def __init__(self, make_mask: Callable, arguments: dict[str, Any]):
+        self.make_mask, self.arguments = make_mask, arguments
 
     @property
     def padding(self) -> torch.Tensor | None:
-        """The 2-D mask [B, S], if there is one."""
+        """The 2-D padding mask [B, S], if there is one."""
         return self.arguments.get("attention_mask")
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it knows of the batch: the padding and what its function looks up."""
+        """The tensors that determine the mask: the padding mask, and those in the mask function's closure."""
         arguments = [value for value in self.arguments.values() if isinstance(value, torch.Tensor)]
         return arguments + _tensors_of(self.arguments["mask_function"])
 
@@ -68,11 +73,11 @@ class DeferredMask:
             self.arguments["mask_function"], region, self.arguments["q_length"], self.arguments["kv_length"]
         )
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         raise BatchError(self._refusal(f".{name}"))
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         raise BatchError(cls._refusal(f" in {getattr(function, '__name__', function)}"))
 
     @staticmethod
@@ -83,87 +88,106 @@ class DeferredMask:
         )
 
 
-def map_deferred(value: Any, change: Callable[[DeferredMask], Any]) -> Any:
-    """Arguments with every deferred mask in them, and in tuples, lists and dicts inside, changed."""
+def map_deferred(value: Any, function: Callable[[DeferredMask], Any]) -> Any:
+    """Apply a function to every deferred mask in a value, also inside tuples, lists and dicts."""
     if isinstance(value, DeferredMask):
-        return change(value)
+        return function(value)
     if type(value) in (tuple, list):
-        return type(value)(map_deferred(item, change) for item in value)
+        return type(value)(map_deferred(item, function) for item in value)
     if type(value) is dict:
-        return {name: map_deferred(item, change) for name, item in value.items()}
+        return {name: map_deferred(item, function) for name, item in value.items()}
     return value
 
 
 def materialise(value: Any) -> Any:
-    """Arguments of a decoder that runs whole, with its deferred masks made."""
-    return map_deferred(value, lambda mask: mask.make(**mask.arguments))
+    """Replace every deferred mask in a value by its tensor, for a stack that does not share its sequence."""
+    return map_deferred(value, lambda mask: mask.make_mask(**mask.arguments))
+
+
+# ---- masks inside a region ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CrossMask:
-    """What a layer gets as its mask when it attends to a second sequence that every rank holds whole (an encoder's, or of images).
+    """The mask of cross attention over a second sequence (an encoder's tokens, or images), which is replicated.
 
     Attributes:
-        mask: [B, 1, 1 or L, keys], bool or what is added; None where all keys are seen.
+        mask: [B, 1, 1 or L, keys], bool or additive; None if all keys are seen.
     """
 
     mask: torch.Tensor | None
 
 
 def cross_mask(mask_function: Callable, region: Region) -> CrossMask:
-    """The mask of a layer whose keys are a second sequence: all of its tokens that exist.
+    """The mask of a layer whose keys are an encoder's tokens: it hides their padding.
 
     Raises:
-        BatchError: the layer sees less than that.
+        BatchError: The mask hides more than that.
     """
-    if read(mask_function, region) != (EVERYTHING, ()):
+    if decode(mask_function, region) != (EVERYTHING, ()):
         raise BatchError(
-            f"a layer's mask {_name(mask_function)} of another sequence's keys is more than their padding; ds_cp would let every "
+            f"a layer's mask {_qualified_name(mask_function)} of another sequence's keys is more than their padding; ds_cp would let every "
             "query see all of them. This model cannot be shared exactly; take the key out for it."
         )
-    seen = region.encoder_mask
-    return CrossMask(None if seen is None or bool(seen.all()) else seen[:, None, None, :])
+    unmasked = region.encoder_mask
+    return CrossMask(None if unmasked is None or bool(unmasked.all()) else unmasked[:, None, None, :])
 
 
 def make_descriptor(mask_function: Callable, region: Region, queries: int, keys: int) -> MaskDescriptor:
-    """The descriptor of a layer's mask over so many local queries and keys.
+    """The descriptor of a layer's mask.
+
+    Args:
+        queries: Number of local queries that the layer wants a mask for.
+        keys: Number of local keys.
 
     Raises:
-        BatchError: a mask that cannot be read nor asked by index, or of another sequence's keys.
+        BatchError: The mask can be neither decoded nor evaluated by index, or the keys are another sequence's.
     """
     if queries != keys:
         raise BatchError(
             f"a layer asks for a mask of {queries} queries and {keys} keys in a shared forward: the keys belong to another "
             "sequence (cross attention, a cache or a prefix), of which each rank would see what it takes for its shard."
         )
-    call = LayerCall(region)
+    return shared_descriptor(region) or MaskDescriptor(LayerCall(region), *decode(mask_function, region))
+
+
+def shared_descriptor(region: Region) -> MaskDescriptor | None:
+    """The descriptor that replaces every layer's own mask; None if each layer has its own.
+
+    This is a mask that the model made before its decoder ran, or the caller's dense mask: transformers, too, uses a dense
+    mask for every layer.
+    """
     if region.early_mask is not None:
-        return MaskDescriptor(call, *region.early_mask)
-    if region.dense_mask is not None:  # transformers, too, lets a mask that is given whole stand for every layer's
-        return MaskDescriptor(call, EVERYTHING, (DenseMask(region.dense_mask),))
-    return MaskDescriptor(call, *read(mask_function, region))
+        return MaskDescriptor(LayerCall(region), *region.early_mask)
+    if region.dense_mask is not None:
+        return MaskDescriptor(LayerCall(region), EVERYTHING, (DenseMask(region.dense_mask),))
+    return None
 
 
-def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
-    """A mask function as a rule, and as terms for what no rule expresses."""
+# ---- decoding ----------------------------------------------------------------------------------------------------
+
+
+def decode(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
+    """A mask function as a rule, and as terms for the part that no rule expresses."""
     if not isinstance(function, FunctionType):
         raise BatchError(
             f"a layer's mask is made by {function!r}, which is no plain function: ds_cp cannot see whether it holds "
             "shards of per-token tensors, and tokens might see too much or too little. Write it as a function."
         )
-    maker, held = _maker(function), closure_variables(function)
-    if maker in KNOWN:
-        return KNOWN[maker](held, region), ()
-    if maker == "remap_positions_for_packed_sequence":  # the region counts inside of documents anyway
-        return read(held["mask_function"], region)
-    if maker == "and_masks":
-        rule, terms = EVERYTHING, ()
-        for part in held["mask_functions"]:
-            part_rule, part_terms = read(part, region)
+    factory, closure = _factory_name(function), closure_variables(function)
+    if factory in RULES:
+        return RULES[factory](closure, region), ()
+    if factory == "remap_positions_for_packed_sequence":  # the region's rules count inside documents in any case
+        return decode(closure["mask_function"], region)
+    if factory == "and_masks":
+        rule: Rule = EVERYTHING
+        terms: tuple[Term, ...] = ()
+        for part in closure["mask_functions"]:
+            part_rule, part_terms = decode(part, region)
             rule, terms = rule & part_rule, terms + part_terms
         return rule, terms
-    if maker == "or_masks":
-        parts = [read(part, region) for part in held["mask_functions"]]
+    if factory == "or_masks":
+        parts = [decode(part, region) for part in closure["mask_functions"]]
         if not any(terms for _, terms in parts):
             rule = parts[0][0]
             for other, _ in parts[1:]:
@@ -171,49 +195,52 @@ def read(function: Callable, region: Region) -> tuple[Rule, tuple[Term, ...]]:
             return rule, ()
     if not _reads_its_arguments(function) and bool(function()):
         return EVERYTHING, ()
-    return EVERYTHING, (_by_index(function, region),)
+    return EVERYTHING, (_evaluated_by_index(function, region),)
 
 
-def _by_index(function: FunctionType, region: Region) -> MaskFunction:
-    """The function with whole tensors in its closure, to be asked for the pairs of a tile.
+def _evaluated_by_index(function: FunctionType, region: Region) -> MaskFunction:
+    """A term that evaluates the function for the pairs of a tile, with the shards in its closure gathered.
 
-    Where it holds no per-token tensor it is asked as if each packed document stood alone, as transformers does.
+    If the closure has no per-token tensor, indices count inside each packed document, as in transformers.
     """
     gathered: list[torch.Tensor] = []
-    function = _globalised(function, region, gathered)
-    packed = region.documents.packed
-    if gathered and packed:
+    function = _with_gathered_closure(function, region, gathered)
+    is_packed = region.documents.packed
+    if gathered and is_packed:
         raise BatchError(
-            f"a layer's mask {_name(function)} looks tokens up by their index in the row, and the row is packed: "
+            f"a layer's mask {_qualified_name(function)} looks tokens up by their index in the row, and the row is packed: "
             "transformers asks it for the index inside a document, so it would look at another document's tokens. "
             "Train without packing, or use transformers' blockwise_overlay."
         )
-    return MaskFunction(function, region.origin if packed else torch.zeros_like(region.origin))
+    return MaskFunction(function, region.origin if is_packed else torch.zeros_like(region.origin))
 
 
-def _globalised(function: FunctionType, region: Region, gathered: list[torch.Tensor]) -> FunctionType:
-    """A copy of the function in whose closure, and in the functions inside, shards are whole."""
+def _with_gathered_closure(function: FunctionType, region: Region, gathered: list[torch.Tensor]) -> FunctionType:
+    """A copy of a function in whose closure, and in those of the functions inside it, per-token tensors are gathered.
 
-    def globalise(value: Any) -> Any:
+    Args:
+        gathered: Filled with the per-token tensors.
+    """
+
+    def convert(value: Any) -> Any:
         lengths = {region.layout.local_len, region.layout.seq_len}
         if isinstance(value, torch.Tensor) and value.dim() and not lengths.isdisjoint(value.shape[-2:]):
-            whole = _whole(value, region)
-            gathered.append(whole)
-            return whole
+            gathered.append(_gathered(value, region))
+            return gathered[-1]
         if isinstance(value, (tuple, list)):
-            return type(value)(globalise(item) for item in value)
+            return type(value)(convert(item) for item in value)
         if isinstance(value, FunctionType) and value.__closure__:
-            return _globalised(value, region, gathered)
+            return _with_gathered_closure(value, region, gathered)
         return value
 
-    cells = tuple(CellType(globalise(cell.cell_contents)) for cell in function.__closure__ or ())
+    cells = tuple(CellType(convert(cell.cell_contents)) for cell in function.__closure__ or ())
     copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
     return copy
 
 
-def _whole(value: torch.Tensor, region: Region) -> torch.Tensor:
-    """A per-token tensor [B, L], [1, L] or [L] for the whole sequence; one that is whole already stays."""
+def _gathered(value: torch.Tensor, region: Region) -> torch.Tensor:
+    """A per-token tensor [B, L], [1, L] or [L], gathered to S tokens; one that has S tokens already is returned as it is."""
     if value.size(-1) == region.layout.seq_len:
         return value
     if value.size(-1) != region.layout.local_len:
@@ -224,14 +251,19 @@ def _whole(value: torch.Tensor, region: Region) -> torch.Tensor:
     return region.gather(value, dim=-1)
 
 
-def _maker(function: FunctionType) -> str:
-    """The outermost function that made it: ``blockwise_overlay`` for ``blockwise_overlay.<locals>.inner_mask``."""
-    known = function.__module__ == masking_utils.__name__ or function.__module__.startswith("transformers.models.")
-    return function.__qualname__.partition(".<locals>")[0] if known else ""
+def _symmetric_band(distance: int) -> Band:
+    return Band(distance, distance)
+
+
+def _factory_name(function: FunctionType) -> str:
+    """The function of transformers that defines a mask function: ``blockwise_overlay`` for
+    ``blockwise_overlay.<locals>.inner_mask``; "" for a function from elsewhere."""
+    is_known = function.__module__ == masking_utils.__name__ or function.__module__.startswith("transformers.models.")
+    return function.__qualname__.partition(".<locals>")[0] if is_known else ""
 
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a function's closure, and in the functions and sequences inside."""
+    """The tensors in a function's closure, and in the functions and sequences inside it."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, FunctionType):
@@ -242,9 +274,9 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
 def _reads_its_arguments(function: FunctionType) -> bool:
     """False for a constant such as ``lambda *args: torch.tensor(True)``."""
     code = function.__code__
-    takes_anything = code.co_argcount == 0 and bool(code.co_flags & 0x04)
-    return not takes_anything or any(step.argval == code.co_varnames[0] for step in dis.get_instructions(code))
+    takes_only_varargs = code.co_argcount == 0 and bool(code.co_flags & 0x04)  # CO_VARARGS
+    return not takes_only_varargs or any(step.argval == code.co_varnames[0] for step in dis.get_instructions(code))
 
 
-def _name(function: FunctionType) -> str:
+def _qualified_name(function: Callable) -> str:
     return function.__qualname__.replace(".<locals>", "")

@@ -38,7 +38,9 @@ def sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """SDPA, or the model's own eager attention where SDPA would ignore a softcap or sinks. Returns [B, L, H, dv], None."""
-    mask = sparse_attention.hide(module, mask, query, key, indices, block_indices, kwargs.get("position_ids"))
+    mask = sparse_attention.mask_unselected(
+        module, mask, query, key, indices, block_indices, kwargs.get("position_ids")
+    )
     ignored_by_sdpa = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
     kwargs |= {name: argument for name, argument in ignored_by_sdpa.items() if argument is not None}
     attention_function: Callable = sdpa_attention_forward

@@ -1,7 +1,7 @@
-"""Prefill: a long prompt is read on shared tokens, and every rank gets the whole cache; decoding then runs whole on each.
+"""Prefill: a long prompt is processed in a region, and every rank gets the full KV cache. Decoding is then replicated.
 
-The layers get a stand-in for the empty cache. It hands their own keys back, for attention over them is shared anyway, and
-gathers them into the cache that the caller sees.
+In place of the empty cache the layers get a :class:`ShardedPrefillCache`. It returns a layer's own keys and values, because
+attention over them is sharded already, and gathers them into the cache that the caller gets.
 """
 
 from __future__ import annotations
@@ -19,45 +19,92 @@ from ds_cp.patches.transformers.models import registry
 from ds_cp.region import Region
 
 MIN_PROMPT_TOKENS = 4096
-"""Tokens of a prompt from which on it is shared. All ranks of a group must then ask for the same."""
+"""Length of the shortest prompt that is processed in a region. All ranks of a group must then generate from the same
+prompt."""
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What stacks and their outputs call a cache; which one depends on transformers' version."""
+"""Names of the cache in the arguments and outputs of stacks, in different versions of transformers."""
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Cache layers that hold the keys and values of their tokens and nothing else."""
+"""Cache layers that store the keys and values of their tokens and nothing else."""
+
+
+# ---- forwards that fill a cache ----------------------------------------------------------------------------------
+
+
+def cache_argument(stack: torch.nn.Module) -> str | None:
+    """Name of the argument for the cache that a stack's layers fill; None if one of its layers would not fill it."""
+    if any(_ignores_cache(type(part)) for part in stack.modules()):
+        return None
+    return next((name for name in CACHE_NAMES if name in inspect.signature(stack.forward).parameters), None)
+
+
+def _ignores_cache(cls: type) -> bool:
+    """Whether ds_cp replaces the forward of an attention class by one that does not fill the caller's cache."""
+    entry = registry.replacement_of(cls)
+    return entry is not None and (entry.role, entry.method, entry.fills_cache) == ("attention", "forward", False)
+
+
+def cache_to_fill(module: torch.nn.Module, arguments: Mapping[str, Any]) -> DynamicCache | None:
+    """The cache to fill, if a call with a cache is a prefill that a region can process; None if it is replicated."""
+    if torch.is_grad_enabled() or any(arguments.get(name) is not None for name in batches.SECOND_SEQUENCES):
+        return None
+    mask = batches.mask_of(arguments)
+    has_dense_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
+    if has_dense_mask or batches.shape_of(arguments)[1] < MIN_PROMPT_TOKENS:
+        return None
+    config: Any = module.config
+    cache = batches.cache_of(arguments)
+    cache = DynamicCache(config=config) if cache is None else cache
+    is_plain = (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(layer) in PLAIN_LAYERS for layer in cache.layers)
+    )
+    reads_other_layers = getattr(config, "num_kv_shared_layers", 0)  # layers that attend to another layer's cached keys
+    return cache if is_plain and not reads_other_layers and cache.get_seq_length() == 0 else None
 
 
 class ShardedPrefillCache(DynamicCache):
-    """Stands for an empty cache in one shared forward."""
+    """Replaces an empty cache during one forward pass in a region.
+
+    Attributes:
+        cache: The cache that the caller gets.
+        filled: Number of layers that have stored their keys and values.
+    """
 
     def __init__(self, cache: DynamicCache, region: Region):
         super().__init__()
         self.cache, self.region, self.filled = cache, region, 0
-        self.layers = cache.layers  # models with loops add to them
+        self.layers = cache.layers  # models that loop over their layers add to this list
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any):
-        """Keys and values [B, h, L, d] of a layer: all tokens' go to the cache, the rank's own come back."""
-        whole = (self.region.gather(each, dim=2) for each in (key, value))
-        self.cache.update(*whole, layer, *args, **kwargs)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather keys and values [B, h, L, d] of a layer into the cache; return this rank's."""
+        keys, values = (self.region.gather(states, dim=2) for states in (key_states, value_states))
+        self.cache.update(keys, values, layer_idx, *args, **kwargs)
         self.filled += 1
-        return key, value
+        return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As many keys as queries, none before them."""
+        """The number of keys equals the number of queries, and none precede them."""
         return query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Nothing was seen before."""
+        """No token precedes the prompt."""
         return 0
 
     get_seq_length = get_query_offset
 
-    def done(self, layers: int) -> DynamicCache:
+    def filled_cache(self, layers: int) -> DynamicCache:
         """The cache that the caller gets.
 
+        Args:
+            layers: Number of layers that must have stored their keys and values.
+
         Raises:
-            BatchError: a layer kept its keys elsewhere.
+            BatchError: A layer has not.
         """
         if self.filled < layers:
             raise BatchError(
@@ -67,28 +114,31 @@ class ShardedPrefillCache(DynamicCache):
         return self.cache
 
 
+# ---- forwards without a cache ------------------------------------------------------------------------------------
+
+
 class NoCacheError(BatchError, AttributeError):
-    """A cache that a shared forward does not have was used; for ``hasattr`` it lacks what a cache has."""
+    """A cache was used that a forward pass in a region has not filled. An AttributeError, so that ``hasattr`` is False."""
 
 
 class NoCache:
-    """Stands where one process returns a cache and a shared forward has none, so that what comes after it keeps its place."""
+    """Returned where one process returns a cache, so that the outputs after it keep their index. Any use of it raises."""
 
-    __module__ = "builtins"  # DeepSpeed's hooks warn of outputs whose type comes from elsewhere
+    __module__ = "builtins"  # DeepSpeed's hooks warn about outputs of other modules' types
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python's own questions, of copy say
+            raise AttributeError(name)  # looked up by Python itself, for example by copy
         raise NoCacheError(
             f"cache.{name}: a forward with labels, with gradients or without use_cache=True was shared, and no rank holds the "
             "keys of all tokens; decoding would go on from a shard. Call the model under torch.no_grad with use_cache=True "
             "and without labels."
         )
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.get_seq_length()
 
-    def __getitem__(self, index: Any):
+    def __getitem__(self, index: Any) -> Any:
         return self.layers[index]
 
 
@@ -96,49 +146,16 @@ def returns_cache(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool
     """Whether one process would return a cache from this call of a decoder."""
     if not getattr(module.config, "is_decoder", True):
         return False
-    wanted = arguments.get("use_cache")
-    wanted = getattr(module.config, "use_cache", False) if wanted is None else wanted
-    checkpointed = getattr(module, "gradient_checkpointing", False) and module.training and torch.is_grad_enabled()
-    return bool(wanted) and not checkpointed
+    use_cache = arguments.get("use_cache")
+    use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
+    is_checkpointed = getattr(module, "gradient_checkpointing", False) and module.training and torch.is_grad_enabled()
+    return bool(use_cache) and not is_checkpointed
 
 
 def with_no_cache(output: Any) -> Any:
-    """A decoder's output with a stand-in where one process returns its cache: second in a tuple."""
+    """A decoder's output with :class:`NoCache` where one process returns its cache: second in a tuple, or by name."""
     if isinstance(output, tuple):
         return (output[0], NoCache(), *output[1:])
-    name = next(
-        (each.name for each in (fields(output) if is_dataclass(output) else ()) if each.name in CACHE_NAMES), None
-    )
+    names = [each.name for each in fields(output)] if is_dataclass(output) else []
+    name = next((name for name in names if name in CACHE_NAMES), None)
     return output if name is None or output.get(name) is not None else replace(output, **{name: NoCache()})
-
-
-def cache_argument(stack: torch.nn.Module) -> str | None:
-    """What a stack calls the cache that its layers fill; None where one of them would not, so that prompts run whole."""
-    if any(_keeps_its_keys(type(part)) for part in stack.modules()):
-        return None
-    return next((name for name in CACHE_NAMES if name in inspect.signature(stack.forward).parameters), None)
-
-
-def _keeps_its_keys(kind: type) -> bool:
-    found = registry.replacement_of(kind)
-    return found is not None and (found.role, found.method, found.fills_cache) == ("attention", "forward", False)
-
-
-def cache_to_fill(module: torch.nn.Module, arguments: Mapping[str, Any]) -> DynamicCache | None:
-    """The cache to fill, where a call with a cache is a prefill that can be shared; None where it runs whole."""
-    mask = batches.mask_of(arguments)
-    cache = batches.cache_of(arguments)
-    if torch.is_grad_enabled() or any(arguments.get(name) is not None for name in batches.SECOND):
-        return None
-    if batches.shape_of(arguments)[1] < MIN_PROMPT_TOKENS or not (
-        mask is None or isinstance(mask, torch.Tensor) and mask.dim() == 2
-    ):
-        return None
-    cache = DynamicCache(config=module.config) if cache is None else cache
-    plain = (
-        type(cache) is DynamicCache
-        and not cache.offloading
-        and all(type(each) in PLAIN_LAYERS for each in cache.layers)
-    )
-    shared = getattr(module.config, "num_kv_shared_layers", 0)  # layers that read what another one put into the cache
-    return cache if plain and not shared and cache.get_seq_length() == 0 else None

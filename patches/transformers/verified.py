@@ -1,29 +1,32 @@
-"""Model types beyond the causal LMs of verified.csv whose loss and gradients equal one process; kept by hand, each line
-backed by a test that builds what it names."""
+"""Model types, beyond the causal LMs in verified.csv, whose loss and gradients equal those of one process.
+
+Each list is maintained by hand. A test fails if it names a type that no comparison covers.
+"""
 
 from __future__ import annotations
 
 ENCODERS = frozenset(
     "albert bert camembert distilbert electra ernie eurobert modernbert roberta t5 umt5 xlm-roberta xlm-roberta-xl".split()
 )
-"""Compared in tests/test_other_heads.py."""
+"""Compared in tests/parity/test_task_heads.py."""
 
 ENCODER_DECODERS = frozenset(
     "bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 t5gemma umt5".split()
 )
-"""With the types of their stacks; compared in tests/test_encoder_decoder.py, both stacks, cross attention and generation."""
+"""Types of the models and of their stacks. tests/parity/test_encoder_decoder.py compares both stacks, cross attention and
+generation."""
 
 VISION_LANGUAGE = frozenset(
     "aria gemma3 gemma4 glm4v glm4v_text internvl llava minimax_m3_vl mistral3 mllama paligemma qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text "
     "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text smolvlm vipllava".split()
 )
-"""Models around a text decoder, and text decoders that come only inside of one; compared in
-tests/test_vision_language.py."""
+"""Types of models with a text decoder, and of text decoders that exist only inside such models. Compared in
+tests/parity/test_vision_language.py."""
 
-INSIDE = frozenset({"emu3_text_model", "mllama_text_model"})
-"""Types of the stacks inside of types that the sweep has compared."""
+TEXT_DECODERS = frozenset({"emu3_text_model", "mllama_text_model"})
+"""Types of the text decoders inside models that verified.csv lists."""
 
-STACKS = frozenset({"t5_gemma_module"})
-"""What the configs of stacks call themselves, where it is another name than their model's."""
+STACK_CONFIGS = frozenset({"t5_gemma_module"})
+"""Types that the configs of stacks name, where they differ from the model's."""
 
-TYPES = STACKS | ENCODERS | ENCODER_DECODERS | VISION_LANGUAGE | INSIDE
+TYPES = ENCODERS | ENCODER_DECODERS | VISION_LANGUAGE | TEXT_DECODERS | STACK_CONFIGS

@@ -26,7 +26,7 @@ PER_TOKEN_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", 
 def attach(model: torch.nn.Module) -> Callable[[], None]:
     """Bind the local form of TRL's fused head, if the model has one. Returns a function that undoes it."""
     instance_forward: Any = vars(model).get("forward")
-    trl_forward = getattr(instance_forward, "__func__", None)
+    trl_forward: Any = getattr(instance_forward, "__func__", None)
     if getattr(trl_forward, "__globals__", {}).get("__name__") != "trl.trainer.utils":
         return lambda: None
     local_forward = functools.wraps(trl_forward)(functools.partial(_forward, trl_forward))
