@@ -192,7 +192,7 @@ def check_tiles(kernel: Any, device: str) -> str:
         out = torch.zeros(1, 4, m, 64, device=device)
         lse = torch.full((1, 4, m), -torch.inf, device=device)
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-        launches = kernel.group([piece for piece in kernel.lower(tile)], torch.device(device))
+        launches = kernel.launches([piece for piece in kernel.lower(tile)], torch.device(device))
         for x in launches:
             a, b = slice(x.q_start, x.q_stop), slice(x.k_start, x.k_stop)
             part, part_lse = kernel.forward(q[:, :, a], k[:, :, b], v[:, :, b], x, score)
