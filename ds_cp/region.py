@@ -1,9 +1,9 @@
-"""One forward's shared part: what layers may ask of the whole sequence while they hold this rank's tokens only.
+"""The sequence-parallel region of one forward pass.
 
-A region opens before the text decoder and closes behind it. Between, every tensor that is per token holds this rank's
-tokens only, and a :class:`Region` answers the questions that need the whole sequence: which keys a query sees, where a
-token stands, what the other ranks have. Attention gets it through the mask descriptor, so that a recomputed layer
-(gradient checkpointing) finds the region of *its* forward, whatever ran since.
+A region starts before the first layer of a stack and ends after its last one. Inside, every per-token tensor holds this rank's
+tokens only, and a :class:`Region` answers what depends on the whole sequence: which keys a query sees, the positions of tokens
+in their documents, the values of other ranks. A layer gets the region with its mask, as an argument, so that its recomputation
+under gradient checkpointing uses the region of the same forward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_cp.attention.exchange import Exchange, PeerExchange
 from ds_cp.attention.host_kv import HostKV
 from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.attention.score import Score, Term
-from ds_cp.attention.ulysses import AllHeads, HeadSplit, Ulysses
+from ds_cp.attention.ulysses import AllHeads, HeadSharding, HeadSplit, Ulysses
 from ds_cp.chunked.layer import LayerChunk
 from ds_cp.collectives import gather_sequence
 from ds_cp.layout import Layout
@@ -42,12 +42,12 @@ from ds_cp.recurrent.per_document import PerDocument
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer, as its attention needs to know it.
+    """What attention needs to know about the call of a layer that it is part of.
 
     Attributes:
-        region: of the running forward.
-        saved: where a checkpointed layer keeps its attention; None if it is not kept.
-        chunk: the tokens that the layer runs on, if it does not run on all of this rank's ("offload_kv").
+        region: Region of the forward pass.
+        saved: Where the layer saves its attention outputs for its recomputation; None if it does not.
+        chunk: The chunk of tokens that the layer runs on (``offload_kv``); None if it runs on all tokens of this rank.
     """
 
     region: "Region"
@@ -63,21 +63,24 @@ class LayerCall:
 
 @dataclass(eq=False)
 class Region:
-    """One forward's shared part.
+    """State of one forward pass of a stack.
 
     Attributes:
-        plan, mesh: how the sequence is shared, and with whom.
-        layout: which token is where.
-        documents: which tokens belong together.
-        dense_mask: a mask [B or 1, H or 1, S, S] that the user gave whole; it then stands for every layer's.
-        early_mask: rule and terms of the mask that the model made for all layers before its decoder ran. Not the
-            descriptor, which holds the region: a cycle would keep whole masks until Python looks for cycles.
-        encoder_mask: [B, keys] bool, which tokens of a second sequence exist that every rank holds whole (an encoder's).
-        last_position: the largest position of the whole batch, a tensor without dims.
-        attended: the attention modules that came through here, by id: their order.
-        mixed: how often each function of recurrent layers did.
-        seed_base: equal on ranks that were seeded alike; what :meth:`seed` starts from.
-        group_seed: that of the group's first rank, once some layer has asked for a seed.
+        plan: The model's plan.
+        mesh: The plan's mesh.
+        layout: Layout of the batch.
+        documents: Documents of the batch.
+        dense_mask: [B or 1, H or 1, S, S], a mask that the user passed to the model. It replaces the masks of all layers.
+        early_mask: Rule and terms of the mask that the model created, before its decoder ran, for all layers. It is not the mask
+            descriptor, which refers to the region: with a reference cycle, dense masks would live until the garbage collector
+            runs.
+        encoder_mask: [B, keys] bool, which tokens are no padding in a second sequence that is replicated on every rank, such as
+            an encoder's.
+        last_position: Largest position in the batch, a scalar tensor.
+        attended: The attention and recurrent modules that ran in this region, by id, numbered in the order of their first calls.
+        mixed: Number of calls of each function of the recurrent layers.
+        seed_base: Seed that is equal on ranks whose random number generators were seeded alike; :meth:`seed` depends on it.
+        group_seed: ``seed_base`` of the first rank of the context-parallel group; None until :meth:`seed` is called.
     """
 
     plan: Plan
@@ -96,60 +99,68 @@ class Region:
     _positions: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def shard(self, full: torch.Tensor, dim: int = 1, pad_value: float | None = 0) -> torch.Tensor:
-        """This rank's tokens of a tensor that every rank holds whole; S becomes L."""
+        """This rank's tokens of a replicated tensor; the dim of S tokens becomes one of L. See :meth:`Layout.shard`."""
         return self.layout.shard(full, dim, self.mesh.cp_group.rank, pad_value)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
     def gather(self, local: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """All tokens, in order and without padding, on every rank; L becomes S."""
+        """All tokens in order, without padding, on every rank; the dim of L tokens becomes one of S."""
         return gather_sequence(local, self.layout, self.mesh.cp_group, dim)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Where each token stands inside its document, [B, S] int64."""
+        """Number of unmasked tokens of the same document before each token, [B, S] int64; 0 for masked tokens."""
         return self._on_device(self.documents.position_in_document)
 
     @cached_property
     def origin(self) -> torch.Tensor:
-        """Where each token's document starts, [B, S] int64."""
+        """Position at which each token's document starts, [B, S] int64."""
         return self._on_device(self.documents.origin)
 
     @cached_property
     def unmasked(self) -> torch.Tensor:
-        """Which tokens are no padding, [B, S] bool."""
+        """Whether each token is unmasked, [B, S] bool."""
         return self._on_device(self.documents.unmasked)
 
     @cached_property
     def per_document(self) -> PerDocument:
-        """How a function that knows no documents runs on each of them by itself."""
-        return PerDocument.of(self.documents, self.layout.seq_len, get_accelerator().current_device_name())
+        """How a function that does not know documents runs on each of them."""
+        return PerDocument.of(self.documents, self.layout.seq_len, self._device)
 
     @cached_property
     def per_document_single_call(self) -> PerDocument:
-        """The same in one call, whatever the number of documents."""
-        return PerDocument.of(
-            self.documents, self.layout.seq_len, get_accelerator().current_device_name(), single_call=True
-        )
+        """How such a function runs on all documents in one call."""
+        return PerDocument.of(self.documents, self.layout.seq_len, self._device, single_call=True)
 
     @cached_property
     def queries(self) -> tuple[Queries, ...]:
-        """This rank's queries by the document that they stand in."""
-        return Queries.of(self.documents, self.layout, self.mesh.cp_group.rank, get_accelerator().current_device_name())
+        """This rank's queries, grouped by document."""
+        return Queries.of(self.documents, self.layout, self.mesh.cp_group.rank, self._device)
+
+    @property
+    def _device(self) -> str:
+        name: str = get_accelerator().current_device_name()
+        return name
 
     def _on_device(self, per_token: Callable[[int], np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(per_token(self.layout.seq_len)).to(get_accelerator().current_device_name())
+        return torch.from_numpy(per_token(self.layout.seq_len)).to(self._device)
 
     def seed(self, layer: int) -> int:
-        """For random numbers that all ranks of the group must draw alike, 63 bits; other groups draw others."""
+        """63-bit seed that is equal on all ranks of the context-parallel group and different for each group and layer."""
         if self.group_seed is None:
-            mine = torch.tensor([self.seed_base or 0], dtype=torch.int64)
-            self.group_seed = int(self.mesh.control_group.all_gather(mine, "agreement on a dropout seed")[0])
-        words = (self.group_seed, self.mesh.dp_rank, layer)
-        digest = hashlib.blake2b(b"".join(phase.to_bytes(8, "little") for phase in words), digest_size=8)
+            own_seed = torch.tensor([self.seed_base or 0], dtype=torch.int64)
+            self.group_seed = int(self.mesh.control_group.all_gather(own_seed, "agreement on a dropout seed")[0])
+        parts = (self.group_seed, self.mesh.dp_rank, layer)
+        digest = hashlib.blake2b(b"".join(part.to_bytes(8, "little") for part in parts), digest_size=8)
         return int.from_bytes(digest.digest(), "little") >> 1
 
     def schedule(self, rule: Rule, compressed_count: int | None = None) -> tuple[Step, ...]:
-        """Rows and tiles of a rule, computed once per batch; with one more step for entries, if there are any."""
+        """Schedule of a rule, computed once per batch.
+
+        Args:
+            rule: The rule.
+            compressed_count: Number of compressed keys, which add a step to the schedule; None if the layer has none.
+        """
         if (rule, compressed_count) not in self._schedules:
             if compressed_count is None:
                 steps = schedule(self.documents.segments(rule), self.layout, self.mesh.ring_group.rank)
@@ -171,17 +182,19 @@ class Region:
         """Attention of this rank's queries over the whole sequence.
 
         Args:
-            query: [B, H, L, d], or more channels for terms and sinks that read them.
+            query: [B, H, L, d]. More channels than d are per-query biases and sinks.
             key: [B, h, L, d].
             value: [B, h, L, dv].
-            rule: the layer's mask inside a document.
-            score: what happens to q k^T before the softmax.
-            saved, chunk: see :class:`LayerCall`.
+            rule: The layer's mask inside a document.
+            score: What is applied to q k^T before the softmax.
+            saved: See :class:`LayerCall`.
+            chunk: See :class:`LayerCall`. L is the number of its tokens then.
 
         Returns:
             [B, H, L, dv].
         """
-        ulysses, heads = self.mesh.ulysses_group, AllHeads()
+        ulysses = self.mesh.ulysses_group
+        heads: HeadSharding = AllHeads()
         if ulysses.size > 1:
             split = head_split(query.size(1), key.size(1), ulysses.size)
             heads = Ulysses(split, ulysses)
@@ -206,11 +219,11 @@ class Region:
         dims: Mapping[str, str],
         out_dims: str,
     ) -> torch.Tensor:
-        """A function that mixes tokens inside of heads or channels, over the whole sequence: :func:`~ds_cp.recurrent.channels.mix`."""
+        """Run a function that mixes the tokens of each head or channel. See :func:`~ds_cp.recurrent.channels.mix`."""
         return channels.mix(function, arguments, dims, out_dims, self.layout, self.mesh.cp_group, self.per_document)
 
     def _ring_positions(self, device: torch.device, ring_rank: int) -> torch.Tensor:
-        """Global positions of a ring shard's tokens, made once per batch."""
+        """Global positions of a ring shard's tokens, computed once per batch."""
         if (ring_rank, device) not in self._positions:
             self._positions[ring_rank, device] = self.layout.positions(ring_rank, device)
         return self._positions[ring_rank, device]
@@ -226,7 +239,11 @@ class Region:
 
 @cache
 def head_split(query_heads: int, key_heads: int, ranks: int) -> HeadSplit:
-    """The heads of each ulysses rank; the planner has made sure that a split exists."""
+    """The heads of each ulysses rank.
+
+    Raises:
+        BatchError: There is no split. The planner has checked the heads of the model's config, so the config is wrong then.
+    """
     split = HeadSplit.plan(query_heads, key_heads, ranks)
     if split is None:
         raise BatchError(

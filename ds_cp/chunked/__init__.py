@@ -1,1 +1,1 @@
-"""What runs on a few tokens at a time: the loss, modules that look at one token, layers that attend."""
+"""Computation in chunks of tokens: the loss, modules that act on each token alone, and layers with attention."""

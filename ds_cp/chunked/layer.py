@@ -1,16 +1,17 @@
-"""A layer that attends, run on a few tokens at a time: it keeps its input and its attention's output for the backward pass.
+"""A layer with attention, run in chunks of tokens. For the backward pass it saves its input and its attention output only.
 
-Whatever may be shared by tokens between ranks may be shared by tokens between tiles of one rank: all but attention looks
-at one token. So a layer runs twice on each span of tokens. The first run stops where attention is called, and leaves K
-and V (:mod:`ds_cp.attention.host_kv`); once all of them are there, the second run gets its attention and goes on to the
-end. The backward pass does the same and then, when the gradients of K and V are home, takes them through the first half.
+Apart from attention, a layer acts on each token alone; context parallelism already relies on that. So the layer can run on a
+chunk of tokens at a time if it runs twice on each chunk. The first run ends where attention is called, and stores K and V
+(:mod:`ds_cp.attention.host_kv`). Once K and V of all tokens are stored, the second run computes the attention of the chunk's
+queries and continues to the end of the layer. The backward pass does the same, with gradients in the second run. When it has
+all gradients of K and V, it runs the first half once more to pass them on.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,34 +23,44 @@ from ds_cp.attention.host_kv import HostKV, QueryHeadsOnly
 from ds_cp.attention.kernels import Kernel
 from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.attention.score import Score
-from ds_cp.chunked.module import Gradients, autocast_of
+from ds_cp.chunked.module import Autocast, Gradients, current_autocast
 from ds_cp.chunked.weight_versions import WeightVersions
 from ds_cp.layout import Run
 
 MakeHostKV = Callable[[int], HostKV]
-"""Makes the store of a layer's K and V, given the rows of a block."""
+"""Creates the store of a layer's K and V, given the number of rows per block."""
 
 RunLayer = Callable[[torch.Tensor, "LayerChunk", SavedAttention | None], torch.Tensor]
-"""Runs a layer on the hidden states [B, n, H] of a chunk of tokens, to [B, n, H']."""
+"""Runs a layer on the hidden states [B, n, H] of a chunk of tokens; returns [B, n, H']."""
 
 
 class _AttentionReached(Exception):
-    """The first run of a layer on a span ends here: (key, value, hold)."""
+    """Ends the first run of a layer on a chunk.
+
+    Attributes:
+        key: [B, h, n, d].
+        value: [B, h, n, dv].
+        make_host_kv: Creates the store for them.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, make_host_kv: MakeHostKV) -> None:
+        super().__init__()
+        self.key, self.value, self.make_host_kv = key, value, make_host_kv
 
 
 @dataclass(eq=False)
 class LayerChunk:
-    """Some tokens of this rank, while a layer runs on them.
+    """A chunk of this rank's tokens, while a layer runs on it.
 
     Attributes:
-        tokens: which.
-        host_kv: K and V of all tokens; None in the first run.
-        nothing: what stands for K and V in the graph of the second run.
+        tokens: Local indices of the tokens.
+        host_kv: Store of K and V of all tokens; None in the first run.
+        empty_kv: K and V without rows, which are inputs of the attention in the second run.
     """
 
     tokens: Run
     host_kv: HostKV | None = None
-    nothing: Sequence[torch.Tensor] = ()
+    empty_kv: Sequence[torch.Tensor] = ()
 
     def attend(
         self,
@@ -62,145 +73,172 @@ class LayerChunk:
         positions: Positions,
         saved: SavedAttention | None,
     ) -> torch.Tensor:
-        """What :meth:`ds_cp.region.Region.attend` answers while a layer runs on a span; [B, H, n, d] as there."""
+        """Attention of the chunk's queries, [B, H, n, d]. The arguments are those of :func:`~ds_cp.attention.attend.attend`.
+
+        Raises:
+            _AttentionReached: In the first run.
+            BatchError: The layer attends twice.
+        """
         if self.host_kv is None:
             raise _AttentionReached(key, value, make_host_kv)
-        if self.nothing:
+        if self.empty_kv:
             raise BatchError(
-                'a layer attends twice, which "context_parallel.offload_kv" cannot run in tiles: the second attention would '
+                'a layer attends twice, which "context_parallel.offload_kv" cannot run in chunks: the second attention would '
                 "see the keys of the first. Take the key out."
             )
-        self.nothing, exchange = self.host_kv.empty_kv(), self.host_kv.exchange(self.tokens)
+        exchange = self.host_kv.exchange(self.tokens)
+        key, value = self.empty_kv = self.host_kv.empty_kv()
         heads = QueryHeadsOnly(self.host_kv.heads)
-        return attend(query, *self.nothing, lambda phase: exchange, kernel, score, positions, heads, saved)
+        return attend(query, key, value, lambda phase: exchange, kernel, score, positions, heads, saved)
 
 
 def run_layer_in_chunks(
     module: torch.nn.Module,
     run: RunLayer,
     x: torch.Tensor,
-    block: int,
+    chunk_tokens: int,
     saved: SavedAttention | None,
 ) -> torch.Tensor:
-    """``run(x, all tokens)``, a few tokens at a time, with K and V in host memory.
+    """Run a layer in chunks of tokens, with K and V in host memory.
 
     Args:
-        module: whose parameters ``run`` uses.
-        run: hidden states [B, n, H] of some tokens, and which they are, to [B, n, H']. It attends once.
+        module: The module whose parameters ``run`` uses.
+        run: Runs the layer on a chunk. It must attend once.
         x: [B, L, H].
-        block: tokens of a tile, and rows of a block of K and V.
-        saved: where the attention's outputs wait for the backward pass; None to compute them again.
+        chunk_tokens: Number of tokens per chunk, and of rows per block of K and V.
+        saved: Where the layer's attention outputs are saved for the backward pass; None to recompute them.
 
     Returns:
         [B, L, H'].
 
     Raises:
-        BatchError: the layer draws random numbers, attends twice or not at all.
-        RuntimeError: in the backward pass, if the layer's weights are no longer those of the forward pass.
+        BatchError: The layer draws random numbers, attends twice or does not attend.
+        RuntimeError: In the backward pass, if the layer's weights are no longer those of the forward pass.
     """
-    parameters = [each for each in module.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled():
         saved = None
-    return _ChunkedLayer.apply(x, _Layer(module, run, x.size(1), block, saved, autocast_of(x.device.type)), *parameters)
+    runner = _LayerRunner(module, run, x.size(1), chunk_tokens, saved, current_autocast(x.device.type))
+    out: torch.Tensor = _ChunkedLayer.apply(x, runner, *parameters)  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    return out
 
 
 @dataclass(eq=False)
-class _Layer:
-    """What has no gradient."""
+class _LayerRunner:
+    """Runs a layer, or the part of it before attention, on chunks of tokens.
+
+    Attributes:
+        module: The module whose parameters ``run`` uses.
+        run: Runs the layer on a chunk.
+        local_len: L, number of tokens.
+        chunk_tokens: Number of tokens per chunk.
+        saved: Where the layer's attention outputs are saved, if they are.
+        autocast: The autocast state of the forward pass.
+    """
 
     module: torch.nn.Module
     run: RunLayer
-    length: int
-    block: int
+    local_len: int
+    chunk_tokens: int
     saved: SavedAttention | None
-    autocast: Callable[[], AbstractContextManager]
+    autocast: Autocast
 
     @property
-    def spans(self) -> list[Run]:
-        return [(start, min(start + self.block, self.length)) for start in range(0, self.length, self.block)]
+    def chunks(self) -> list[Run]:
+        starts = range(0, self.local_len, self.chunk_tokens)
+        return [(start, min(start + self.chunk_tokens, self.local_len)) for start in starts]
 
-    def make_host_kv(self, x: torch.Tensor, phase: str) -> HostKV:
-        """K and V of all tokens."""
-        host_kv = None
-        for tokens in self.spans:
-            key, value, make = self.until_attention(x[:, slice(*tokens)], tokens)
-            host_kv = host_kv or make(self.block)
+    def store_kv(self, x: torch.Tensor, phase: str) -> HostKV:
+        """Compute and store K and V of all tokens, and receive those of other ranks."""
+        host_kv: HostKV | None = None
+        for tokens in self.chunks:
+            key, value, make_host_kv = self.run_until_attention(x[:, slice(*tokens)], tokens)
+            host_kv = host_kv or make_host_kv(self.chunk_tokens)
             host_kv.put(tokens, key, value, phase)
+        assert host_kv is not None, "a rank has at least one token"
         host_kv.receive(phase)
         return host_kv
 
-    def until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, MakeHostKV]:
-        """The first half of the layer on a chunk: K and V by tokens, and what makes their store."""
+    def run_until_attention(self, x: torch.Tensor, tokens: Run) -> tuple[torch.Tensor, torch.Tensor, MakeHostKV]:
+        """The first run of the layer on a chunk: K, V, and what creates the store for them.
+
+        Raises:
+            BatchError: The layer does not attend.
+        """
         try:
             with self.autocast():
                 self.run(x, LayerChunk(tokens), self.saved)
         except _AttentionReached as reached:
-            return reached.args
+            return reached.key, reached.value, reached.make_host_kv
         raise BatchError(
             'a layer does not attend to the shared sequence, and "context_parallel.offload_kv" runs layers by their '
             "attention. Take the key out."
         )
 
-    def through(self, x: torch.Tensor, tokens: Run, host_kv: HostKV) -> tuple[torch.Tensor, LayerChunk]:
-        """The whole layer on a chunk."""
+    def run_with_attention(self, x: torch.Tensor, tokens: Run, host_kv: HostKV) -> tuple[torch.Tensor, LayerChunk]:
+        """The second run of the layer on a chunk: its output, and the chunk."""
         chunk = LayerChunk(tokens, host_kv)
         with self.autocast():
             return self.run(x, chunk, self.saved), chunk
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        if self.saved is None:
-            yield
-        else:
-            with self.saved.run():
-                yield
+    def saving(self) -> AbstractContextManager[None]:
+        """Context of the second runs of a pass: the first pass saves attention outputs, the next one takes them."""
+        return nullcontext() if self.saved is None else self.saved.run()
 
 
 class _ChunkedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layer, *parameters):
-        ctx.layer, ctx.parameters, ctx.weight_versions = layer, parameters, WeightVersions(layer.module)
+    def forward(ctx: Any, x: torch.Tensor, runner: _LayerRunner, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.runner, ctx.parameters, ctx.weight_versions = runner, parameters, WeightVersions(runner.module)
         ctx.save_for_backward(x)
-        before, out = rng.state(), None
-        host_kv = layer.make_host_kv(x, "forward")
-        with layer.keeping():
-            for tokens in layer.spans:
-                part, _ = layer.through(x[:, slice(*tokens)], tokens, host_kv)
-                out = x.new_empty((*x.shape[:2], *part.shape[2:]), dtype=part.dtype) if out is None else out
+        rng_state = rng.state()
+        host_kv = runner.store_kv(x, "forward")
+        out: torch.Tensor | None = None
+        with runner.saving():
+            for tokens in runner.chunks:
+                part, _ = runner.run_with_attention(x[:, slice(*tokens)], tokens, host_kv)
+                if out is None:
+                    out = x.new_empty((*x.shape[:2], *part.shape[2:]), dtype=part.dtype)
                 out[:, slice(*tokens)] = part
-        if rng.drawn_since(before):
+        if rng.drawn_since(rng_state):
             raise BatchError(
                 "a layer draws random numbers (dropout), and the backward pass, which runs it again, would draw others. Set "
                 'its dropout to 0, or take "context_parallel.offload_kv" out; dropout of attention probabilities is fine.'
             )
+        assert out is not None, "a rank has at least one token"
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        ctx.weight_versions.check(ctx.layer.module, "its gradients")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runner: _LayerRunner = ctx.runner
+        ctx.weight_versions.check(runner.module, "its gradients")
         (x,) = ctx.saved_tensors
-        layer, gradients = ctx.layer, Gradients(ctx.parameters)
-        of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        host_kv = layer.make_host_kv(x, "backward")
-        with layer.keeping():
-            for tokens in layer.spans:
-                leaf = _leaf(x, tokens, of_x)
+        gradients = Gradients(ctx.parameters)
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        host_kv = runner.store_kv(x, "backward")
+        with runner.saving():
+            for tokens in runner.chunks:
+                chunk_x = _slice(x, tokens, requires_grad=grad_x is not None)
                 with torch.enable_grad():
-                    out, span = layer.through(leaf, tokens, host_kv)
-                of_leaf, _ = gradients.add([out], [grad[:, slice(*tokens)]], leaf, span.nothing[0])
-                _add(of_x, tokens, of_leaf)
+                    out, chunk = runner.run_with_attention(chunk_x, tokens, host_kv)
+                # With empty_kv as an input the backward pass of attention, which computes dK and dV of all tokens, runs even if
+                # the queries do not require grad.
+                grad_chunk, _ = gradients.add([out], [grad[:, slice(*tokens)]], chunk_x, chunk.empty_kv[0])
+                _add(grad_x, tokens, grad_chunk)
         host_kv.return_gradients()
-        for tokens in layer.spans:
-            leaf = _leaf(x, tokens, of_x)
+        for tokens in runner.chunks:
+            chunk_x = _slice(x, tokens, requires_grad=grad_x is not None)
             with torch.enable_grad():
-                key, value, _ = layer.until_attention(leaf, tokens)
-            _add(of_x, tokens, *gradients.add([key, value], host_kv.gradient(tokens), leaf))
-        return of_x, None, *gradients.total()
+                key, value, _ = runner.run_until_attention(chunk_x, tokens)
+            (grad_chunk,) = gradients.add([key, value], host_kv.gradient(tokens), chunk_x)
+            _add(grad_x, tokens, grad_chunk)
+        return grad_x, None, *gradients.total()
 
 
-def _leaf(x: torch.Tensor, tokens: Run, of_x: torch.Tensor | None) -> torch.Tensor:
-    return x[:, slice(*tokens)].detach().requires_grad_(of_x is not None)
+def _slice(x: torch.Tensor, tokens: Run, requires_grad: bool) -> torch.Tensor:
+    """The hidden states of a chunk, as a leaf of its graph."""
+    return x[:, slice(*tokens)].detach().requires_grad_(requires_grad)
 
 
 def _add(total: torch.Tensor | None, tokens: Run, part: torch.Tensor | None) -> None:

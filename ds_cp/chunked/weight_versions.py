@@ -1,4 +1,4 @@
-"""Weights that are used a second time must be those of the first time, as autograd asks of what it saved itself."""
+"""Check that weights that are used a second time are still those of the first time, as autograd does for saved tensors."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import torch
 
 
 class WeightVersions:
-    """A module's parameters and buffers as they are now.
+    """Identities and versions of a module's parameters and buffers.
 
-    Compared are identity and version, which operations in place raise. What bypasses versions, ``.data`` and so ZeRO's
-    gathering of weights, is not noticed, here as in autograd.
+    In-place operations increase the version of a tensor. Like autograd, the check does not notice changes that bypass versions:
+    those through ``.data``, and so ZeRO's gathering of weights.
     """
 
-    def __init__(self, module: torch.nn.Module):
-        self._before = [(name, tensor, _version(tensor)) for name, tensor in _tensors(module)]
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._recorded = [(name, tensor, _version(tensor)) for name, tensor in _tensors(module)]
 
     def check(self, module: torch.nn.Module, use: str) -> None:
-        """Compare with the same module later.
+        """Compare the tensors of the same module with the recorded ones.
 
         Args:
-            use: what the weights are used for, for the message.
+            module: The module.
+            use: What the weights are used for, for the message.
 
         Raises:
-            RuntimeError: a tensor was replaced, or changed in place.
+            RuntimeError: A tensor was replaced, or changed in place.
         """
         now = dict(_tensors(module))
-        for name, tensor, version in self._before:
+        for name, tensor, version in self._recorded:
             if now.get(name) is not tensor:
                 what = "is another tensor"
             elif _version(tensor) != version:

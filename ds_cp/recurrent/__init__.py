@@ -1,1 +1,1 @@
-"""Layers that mix tokens without attention: recurrences and short convolutions."""
+"""Layers other than attention that mix tokens: recurrences and short convolutions."""

@@ -1,7 +1,8 @@
-"""Each document by itself, for functions that know no documents: recurrences, short convolutions.
+"""Runs a function on each document separately. For functions that do not know documents: recurrences, short convolutions.
 
-A batch is cut into its documents, and documents of like length run side by side, padded on the right, which a function
-that only looks back does not see. A row that is one document needs no cut.
+A batch is split into its documents, and documents of similar length run in one batch, padded on the right. A causal function,
+whose output at a token depends on earlier tokens only, is not affected by that padding. Rows that are one document run as they
+are.
 """
 
 from __future__ import annotations
@@ -15,97 +16,101 @@ import torch
 from ds_cp.agreement import BatchError
 from ds_cp.mask.documents import Documents
 
-MOST_PADDING = 16
-"""Times the tokens of a batch, beyond which documents that must run at once are refused."""
+MAX_PADDED_RATIO = 16
+"""Documents that must run in one batch are refused if, padded, they have more than this many times the tokens of the batch."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Documents that run side by side.
+class DocumentBatch:
+    """Documents that run in one batch, padded to the longest.
 
     Attributes:
-        count, length: documents, and tokens of the longest.
-        tokens: where their tokens are in the flat batch [B * S], int64 [n].
-        slots: where they go in [count * length], int64 [n].
+        count: Number of documents.
+        length: Number of tokens of the longest.
+        source: int64 [n], index of each token in the flattened batch [B * S].
+        target: int64 [n], index of each token in the flattened padded documents [count * length].
     """
 
     count: int
     length: int
-    tokens: torch.Tensor
-    slots: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] to [count, length, ...]; zeros behind each document."""
-        out = x.new_zeros((self.count * self.length, *x.shape[2:]))
-        return out.index_copy(0, self.slots, x.flatten(0, 1).index_select(0, self.tokens)).unflatten(
-            0, (self.count, self.length)
+    @staticmethod
+    def of(documents: Sequence[np.ndarray], device: torch.device | str) -> "DocumentBatch":
+        """A batch of documents, each given as the indices of its tokens in the flattened batch."""
+        length = max(map(len, documents))
+        source = np.concatenate(documents)
+        target = np.concatenate([i * length + np.arange(len(tokens)) for i, tokens in enumerate(documents)])
+        return DocumentBatch(
+            len(documents), length, torch.from_numpy(source).to(device), torch.from_numpy(target).to(device)
         )
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, ...] to [count, length, ...], with zeros after each document."""
+        padded = x.new_zeros((self.count * self.length, *x.shape[2:]))
+        padded = padded.index_copy(0, self.target, x.flatten(0, 1).index_select(0, self.source))
+        return padded.view(self.count, self.length, *x.shape[2:])
 
 
 @dataclass(frozen=True)
 class PerDocument:
-    """How to run each document by itself.
+    """How a batch runs document by document.
 
     Attributes:
-        batches: the documents, each once; None where rows can run as they are.
+        batches: The documents, each in one of the batches. None if the rows of the batch can run as they are.
     """
 
-    batches: tuple[Batch, ...] | None
+    batches: tuple[DocumentBatch, ...] | None
 
     @staticmethod
     def of(documents: Documents, seq_len: int, device: torch.device | str, single_call: bool = False) -> "PerDocument":
-        """How the documents of a batch run.
+        """Plan the runs of a batch's documents.
 
         Args:
-            documents: of the batch.
+            documents: The documents.
             seq_len: S.
-            device: where the batch is.
-            single_call: all documents in one batch. Otherwise lengths of one batch differ by less than a factor of two, so
-                that padding is less than half, and there are at most log2(S) + 1 batches.
+            device: Device of the batch.
+            single_call: Whether all documents run in one batch. Otherwise lengths within a batch differ by less than a factor
+                of two, so that less than half of it is padding, and there are at most log2(S) + 1 batches.
 
         Raises:
-            BatchError: at once they would be mostly padding.
+            BatchError: All documents in one batch would be mostly padding.
         """
+        # If each row is one document from position 0 on, only padding follows it, which does not affect it.
         if all(len(lines) <= 1 and not lines[:, :1].any() for lines in documents.ranges):
-            return PerDocument(None)  # what stands behind a row's only document is padding that it does not see
-        groups = [[*documents.each()]] if single_call else documents.by_length()
+            return PerDocument(None)
+        buckets = [[*documents.each()]] if single_call else documents.by_length()
         if single_call:
-            longest = max(len(each.tokens) for each in groups[0])
-            padded, actual = len(groups[0]) * longest, len(documents.ranges) * seq_len
-            if padded > MOST_PADDING * actual:
+            longest = max(len(document.tokens) for document in buckets[0])
+            padded, actual = len(buckets[0]) * longest, len(documents.ranges) * seq_len
+            if padded > MAX_PADDED_RATIO * actual:
                 raise BatchError(
-                    f"a layer of this model runs all {len(groups[0])} documents at once, padded to the longest: {padded} tokens "
+                    f"a layer of this model runs all {len(buckets[0])} documents at once, padded to the longest: {padded} tokens "
                     f"for the {actual} of the batch. Pack documents of like length, or fewer per row."
                 )
-        return PerDocument(
-            tuple(_batch([each.row * seq_len + each.tokens for each in group], device) for group in groups)
-        )
+        indices = ([document.row * seq_len + document.tokens for document in bucket] for bucket in buckets)
+        return PerDocument(tuple(DocumentBatch.of(bucket, device) for bucket in indices))
 
     def run(self, function: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Call a function that looks back only, on documents instead of rows.
+        """Call a causal function on documents in place of rows.
 
         Args:
-            function: [n, m, ...] each, to some of [n, m, ...].
+            function: Maps tensors [n, m, ...], n documents of at most m tokens, to several tensors [n, m, ...].
             tensors: [B, S, ...] each.
 
         Returns:
-            What it returns, [B, S, ...] each; zeros where there is no document.
+            The function's results, [B, S, ...] each, with zeros for tokens that belong to no document.
         """
         if self.batches is None:
             return list(function(*tensors))
-        shape, wholes = tensors[0].shape[:2], []
+        shape = tensors[0].shape[:2]
+        results: list[torch.Tensor] = []
         for batch in self.batches:
-            outs = [out.flatten(0, 1) for out in function(*map(batch.take, tensors))]
-            wholes = wholes or [out.new_zeros((shape.numel(), *out.shape[1:])) for out in outs]
-            wholes = [
-                whole.index_copy(0, batch.tokens, out.index_select(0, batch.slots))
-                for whole, out in zip(wholes, outs, strict=True)
+            outs = [out.flatten(0, 1) for out in function(*map(batch.pad, tensors))]
+            results = results or [out.new_zeros((shape.numel(), *out.shape[1:])) for out in outs]
+            results = [
+                result.index_copy(0, batch.source, out.index_select(0, batch.target))
+                for result, out in zip(results, outs, strict=True)
             ]
-        return [whole.unflatten(0, shape) for whole in wholes]
-
-
-def _batch(documents: list[np.ndarray], device: torch.device | str) -> Batch:
-    length = max(map(len, documents))
-    slots = np.concatenate([i * length + np.arange(len(tokens)) for i, tokens in enumerate(documents)])
-    tokens, slots = (torch.from_numpy(each).to(device) for each in (np.concatenate(documents), slots))
-    return Batch(len(documents), length, tokens, slots)
+        return [result.view(*shape, *result.shape[1:]) for result in results]

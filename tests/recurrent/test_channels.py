@@ -40,8 +40,8 @@ def test_shares_of_a_group_are_summed_in_fp32(workers):
 
 def test_tensors_of_several_dtypes_are_read_from_unaligned_bytes():
     """A rank's part of a message starts behind another's. After an odd number of bf16 values, fp32 values are not aligned."""
-    from ds_cp.recurrent.channels import _bytes, _tensors
+    from ds_cp.recurrent.channels import _pack_bytes, _unpack_bytes
 
     given = [torch.full((1, 1, 1, 1), 3.0, dtype=torch.bfloat16), torch.full((1, 1, 1, 1), 5.0)]
-    for parcel in torch.cat([_bytes(given).flatten()] * 2).chunk(2):
-        assert _tensors(parcel.view(1, 1, -1), given, [(0, 1), (0, 1)]) == given
+    for parcel in torch.cat([_pack_bytes(given).flatten()] * 2).chunk(2):
+        assert _unpack_bytes(parcel.view(1, 1, -1), given, [(0, 1), (0, 1)]) == given

@@ -43,10 +43,10 @@ def double_inside_of_tiles(dtype):
     """The layers run inside an autograd function, where a mode of torch functions set outside is inactive."""
     from ds_cp.chunked import layer as chunked_layer
 
-    autocast_of = chunked_layer.autocast_of
+    current_autocast = chunked_layer.current_autocast
 
     def in_double(device):
-        autocast = autocast_of(device)
+        autocast = current_autocast(device)
 
         @contextmanager
         def both():
@@ -55,9 +55,9 @@ def double_inside_of_tiles(dtype):
 
         return both
 
-    chunked_layer.autocast_of = in_double
+    chunked_layer.current_autocast = in_double
     with contextlib.ExitStack() as done:
-        done.callback(setattr, chunked_layer, "autocast_of", autocast_of)
+        done.callback(setattr, chunked_layer, "current_autocast", current_autocast)
         yield
 
 
