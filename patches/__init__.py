@@ -74,7 +74,7 @@ def replace(owner: Any, name: str, make_replacement: Callable[[Any], Any], why: 
             replacement relies on them.
 
     Raises:
-        MissingTargetError: the installed library has no such name, or the original does not use ``used_names``.
+        MissingTargetError: The installed library has no such name, or the original does not use ``used_names``.
     """
     target = _dotted_name(owner, name)
     if any(patch.target == target for patch in _installed):
@@ -91,7 +91,7 @@ def require(owner: Any, name: str, why: str, *used_names: str) -> None:
     The code is not checked where the function comes from another library than its owner: somebody else has patched it.
 
     Raises:
-        MissingTargetError: names the library, its version and what is missing.
+        MissingTargetError: Names the library, its version and what is missing.
     """
     if name not in owner.__dict__:
         raise _missing(owner, f"no {_dotted_name(owner, name)}", why)
@@ -140,8 +140,8 @@ def install() -> None:
     """Install every patch. Called when a key with size > 1 was read; a second call changes nothing.
 
     Raises:
-        ConfigError: a library has a version that is known not to work.
-        MissingTargetError: a library lacks what a patch relies on. No patch stays in place.
+        ConfigError: A library has a version that is known not to work.
+        MissingTargetError: A library lacks what a patch relies on. No patch stays in place.
     """
     from ds_cp.patches import versions
 

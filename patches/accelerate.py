@@ -68,7 +68,7 @@ def watch_launcher() -> None:
     """Refuse the key in ``accelerate launch``'s own config, which passes on only the DeepSpeed fields that it knows."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    why = "the key where nobody would read it"
+    why = "refuses the key where it is not read"
     patches.replace(ClusterConfig, "__post_init__", _refuse_key_in_launch_config, why, "deepspeed_config")
 
 
@@ -101,8 +101,8 @@ def _refuse_key_in_launch_config(original: Callable) -> Callable:
         name = key.unread_key(self.deepspeed_config, read_here=())
         if name and not patches.disabled():
             raise key.ConfigError(
-                f'"{name}" under deepspeed_config in accelerate\'s own config is not handed on to the processes, so no '
-                f'sequence would be shared, without a word. Put "{key.KEY}" into a DeepSpeed JSON, with the other DeepSpeed '
+                f'"{name}" under deepspeed_config in accelerate\'s own config is not passed on to the processes, so no '
+                f'sequence would be shared, silently. Put "{key.KEY}" into a DeepSpeed JSON, with the other DeepSpeed '
                 "settings, and name that file there as deepspeed_config_file. Nothing was started."
             )
 
@@ -121,7 +121,7 @@ def install() -> None:
     from accelerate.state import AcceleratorState
 
     patches.require(AcceleratorState, "deepspeed_plugin", "the key is found in its config")
-    why = "a key that nobody obeys"
+    why = "refuses a run that would ignore the key"
     patches.replace(AcceleratorState, "__init__", _refuse_run_without_deepspeed, why, "deepspeed_plugin")
     why = "two ways to share a sequence exclude each other"
     patches.replace(ParallelismConfig, "get_device_mesh", _refuse_other_parallelism, why)
@@ -155,7 +155,7 @@ def _refuse_run_without_deepspeed(original: Callable) -> Callable:
             raise key.ConfigError(
                 f'accelerate was given a DeepSpeed config with "{key.KEY}" and runs {self.distributed_type.value} instead of '
                 "DeepSpeed, as it does with Accelerator(cpu=True): no sequence would be shared and no ZeRO stage used, "
-                "without a word. On CPUs leave that argument out, and call accelerate.PartialState(cpu=True) before. Nothing "
+                "silently. On CPUs leave that argument out, and call accelerate.PartialState(cpu=True) before. Nothing "
                 "was started."
             )
 

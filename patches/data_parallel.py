@@ -37,7 +37,7 @@ def active_config(ds_config: Any) -> key.ContextParallelConfig | None:
     """The checked key of a DeepSpeed config; None if it is absent, switched off, or has size 1.
 
     Raises:
-        ConfigError: a wrong key, or a size that does not divide the world.
+        ConfigError: A wrong key, or a size that does not divide the world.
     """
     value = key.raw_value(ds_config)
     if value is None or patches.disabled():
@@ -53,7 +53,7 @@ def refuse_unread_key(ds_config: Any) -> None:
     """Refuse a DeepSpeed config, in any form, that has the key misspelt or in a place where nothing reads it.
 
     Raises:
-        ConfigError: see :func:`ds_cp.config.refuse_unread_key`.
+        ConfigError: See :func:`ds_cp.config.refuse_unread_key`.
     """
     config = key.load(ds_config)
     if key.unread_key(config) and not patches.disabled():

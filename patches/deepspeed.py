@@ -206,7 +206,7 @@ def refuse_features(ds_config: Mapping) -> None:
     """Refuse DeepSpeed features that would train wrong together with the key.
 
     Raises:
-        ConfigError: names the feature and what would have gone wrong.
+        ConfigError: Names the feature and what would have gone wrong.
     """
     for name, is_enabled, reason in FEATURES:
         if is_enabled(ds_config):

@@ -55,7 +55,7 @@ def check() -> None:
     """Refuse imported libraries outside of the dependencies' ranges, and warn of versions that were never tested.
 
     Raises:
-        ConfigError: names the library, its version and the range.
+        ConfigError: Names the library, its version and the range.
     """
     if wrong := outside(ranges("trl") | ranges("liger") | ranges()):
         raise ConfigError(

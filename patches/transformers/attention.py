@@ -155,7 +155,7 @@ def _attend_in_region(
         s_aux: Sinks, [H]: a score per head that has no value.
         sinks: Sinks per query, [B, H, L, 1].
         position_bias: A bias per query. Any other type is refused.
-        indices, block_indices: The keys, or blocks of keys, that the layer's indexer has chosen
+        indices, block_indices: The keys, or blocks of keys, that the layer's indexer has selected
             (:func:`.sparse_attention.select`).
         terms, query_scale, compressed_kv: From the forwards in :mod:`.models`. ``query_scale`` is multiplied to the query.
     """
@@ -165,9 +165,9 @@ def _attend_in_region(
         others["block_indices"] = block_indices
     _refuse_unknown(module, query, key, others)
     region, heads, head_dim = mask.region, query.size(1), query.size(-1)
-    chosen = next((keys for keys in (indices, block_indices, mask.chosen) if keys is not None), None)
-    if chosen is not None:
-        terms = (*terms, sparse_attention.selection_term(module, mask, heads, chosen))
+    selected = next((keys for keys in (indices, block_indices, mask.selected) if keys is not None), None)
+    if selected is not None:
+        terms = (*terms, sparse_attention.selection_term(module, mask, heads, selected))
     if position_bias is not None:
         terms = (*terms, DistanceProfiles(position_bias.profiles))
     layer = region.attended.setdefault(id(module), len(region.attended))

@@ -26,14 +26,14 @@ class MaskDescriptor:
             run in chunks then add what they need to it.
         rule: Which keys a query may see.
         terms: The part of the mask that no rule expresses: dense masks, and functions of indices.
-        chosen: Keys that an indexer has chosen for this rank's queries, [B, G, L, n], if the model combines them with its
+        selected: Keys that an indexer has selected for this rank's queries, [B, G, L, n], if the model combines them with its
             mask.
     """
 
     call: LayerCall
     rule: Rule
     terms: tuple[Term, ...] = ()
-    chosen: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
 
     @property
     def region(self) -> Region:
@@ -56,18 +56,18 @@ class MaskDescriptor:
         """DeepSeek's indexer takes the mask of one head."""
         return self
 
-    def __and__(self, chosen: torch.Tensor) -> "MaskDescriptor":
-        """Qwen4's indexed attention intersects its mask with the keys that its indexer has chosen.
+    def __and__(self, selected: torch.Tensor) -> "MaskDescriptor":
+        """Qwen4's indexed attention intersects its mask with the keys that its indexer has selected.
 
         Raises:
-            BatchError: the argument is a mask, not indices; it would cover this rank's shard only.
+            BatchError: The argument is a mask, not indices; it would cover this rank's shard only.
         """
-        if chosen.dtype == torch.bool or chosen.is_floating_point():
+        if selected.dtype == torch.bool or selected.is_floating_point():
             raise BatchError(
                 "a layer combines the mask of the shared sequence with one of its own shard, which ds_cp cannot read: tokens would "
                 "see too much or too little. This model cannot be shared exactly; take the key out for it."
             )
-        return replace(self, chosen=chosen)
+        return replace(self, selected=selected)
 
 
 def map_masks(value: Any, function: Callable[[MaskDescriptor], MaskDescriptor]) -> Any:

@@ -83,7 +83,7 @@ class DeferredMask:
     @staticmethod
     def _refusal(use: str) -> str:
         return (
-            f"the model uses its attention mask{use} before its decoder runs; ds_cp has no tensor of all pairs of tokens there, "
+            f"the model uses its attention mask{use} before its decoder runs; ds_cp has no S x S tensor there, "
             "and the mask of a shard would be another one. This model cannot be shared exactly; take the key out for it."
         )
 
@@ -137,7 +137,7 @@ def make_descriptor(mask_function: Callable, region: Region, queries: int, keys:
     """The descriptor of a layer's mask.
 
     Args:
-        queries: Number of local queries that the layer wants a mask for.
+        queries: Number of local queries.
         keys: Number of local keys.
 
     Raises:

@@ -44,7 +44,7 @@ def _warn_of_separate_models(model: torch.nn.Module, found: list[PreTrainedModel
     if separate:
         warnings.warn(
             f"{type(model).__name__} holds several models; only the first, {type(first).__name__}, shares its sequences. "
-            f"{layer_kinds.abbreviate(separate)} runs on whole rows on every rank: exactly, but in all their memory. Let your wrapper "
+            f"{layer_kinds.abbreviate(separate)} runs on whole rows on every rank, which is exact but needs all their memory. Let your wrapper "
             "hold the model that trains on long rows first, or attach the other by itself with ds_cp.context_parallel.",
             stacklevel=4,
         )

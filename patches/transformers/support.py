@@ -75,8 +75,8 @@ def refuse_call(decoder: torch.nn.Module, arguments: Mapping[str, Any], call: Ta
         raise BatchError("output_attentions asks for the S x S matrix that no rank holds; leave it out.")
     if type(decoder).__name__ == "T5GemmaEncoder" and arguments.get("attention_mask") is None:
         raise BatchError(
-            "T5Gemma's encoder got no attention_mask: it would hide padding from itself but show it to the decoder, and what "
-            "tokens of padding hold that see no key is not defined. Pass the mask, of ones where there is no padding."
+            "T5Gemma's encoder got no attention_mask: it would hide padding from itself but show it to the decoder, and the "
+            "output of padding tokens, which see no key, is undefined. Pass the mask, of ones where there is no padding."
         )
     embedding: Any = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else None
     has_noise = getattr(embedding, "neftune_noise_alpha", None) and embedding.training
@@ -108,8 +108,8 @@ def refuse_adapters(model: torch.nn.Module) -> None:
             )
         if getattr(adapter, "is_prompt_learning", False) and adapter.peft_type in CACHED_PROMPTS:
             raise ConfigError(
-                f'adapter "{name}" is a prefix that PEFT hands over as a cache of keys and values ({adapter.peft_type.value}): '
-                "a call with a cache runs whole on every rank, so nothing would be shared and long sequences would not fit. "
+                f'adapter "{name}" is a prefix that PEFT passes as a cache of keys and values ({adapter.peft_type.value}): '
+                "a call with a cache is replicated on every rank, so nothing would be shared and long sequences would not fit. "
                 "Use prompt tuning or p-tuning, whose virtual tokens are part of the sequence, or LoRA. Nothing was started."
             )
 
@@ -129,7 +129,7 @@ def _has_unknown_recurrence(stack: torch.nn.Module, config: Any) -> Iterator[str
     if unknown := layer_kinds.unknown_recurrent(stack):
         yield (
             f"a state, or neighbouring tokens, pass from token to token in {layer_kinds.abbreviate(unknown)} in a way that ds_cp does not "
-            "know: each rank would start from nothing at its own shard."
+            "know: each rank would start from an empty state at its own shard."
         )
 
 
@@ -178,7 +178,7 @@ RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid
 SPARSE_LAYER_TYPES = frozenset(
     {"indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"}
 )
-"""Types of layers whose keys an indexer chooses, or a compressor pools."""
+"""Types of layers whose keys an indexer selects, or a compressor pools."""
 
 
 def _has_unknown_layer_type(stack: torch.nn.Module, config: Any) -> Iterator[str]:
@@ -221,7 +221,7 @@ def _has_unknown_bias(stack: torch.nn.Module, config: Any) -> Iterator[str]:
 
 
 def _has_unknown_indexer(stack: torch.nn.Module, config: Any) -> Iterator[str]:
-    for name in ("index_topk", "index_topk_blocks"):  # number of keys, or of blocks of keys, that each query chooses
+    for name in ("index_topk", "index_topk_blocks"):  # number of keys, or of blocks of keys, that each query selects
         if getattr(config, name, None) and not layer_kinds.has_indexer(stack):
             yield (
                 f"its layers choose the keys of each query by an index ({name} = {getattr(config, name)}); under another "

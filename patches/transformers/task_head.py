@@ -116,8 +116,8 @@ def _after_task_head(model: torch.nn.Module, args: tuple, output: Any) -> Any:
         return None
     if not call.consumed and not call.loss_after_head:
         raise BatchError(
-            f"{type(model).__name__} kept its hidden states local for a loss that it then did not call; what it returned "
-            "belongs to one shard only."
+            f"{type(model).__name__} left its hidden states local for a loss that it then did not call; its outputs "
+            "are those of one shard only."
         )
     index = 0 if call.loss_after_head else 1  # (logits, ...) without a loss, else (loss, logits, ...)
     if isinstance(output, tuple):

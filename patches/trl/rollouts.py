@@ -34,7 +34,7 @@ def install_for(args: Any, cp_size: int) -> None:
     """Patch the trainer that belongs to these TrainingArguments, if it is one that generates.
 
     Raises:
-        ConfigError: the way of generating would mix the prompts of different groups.
+        ConfigError: The way of generating would mix the prompts of different groups.
     """
     for owner in type(args).__mro__:
         if owner.__name__ in TRAINERS and owner.__module__.startswith("trl."):
