@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from data.models import TRUE_ATTENTION
 from torch.nn.functional import cross_entropy
 
 from harness import batches, models
@@ -28,7 +29,7 @@ def truth(model_spec, *batch_specs, weights=None):
     Args:
         weights: a dtype to which the weights are rounded first.
     """
-    model = models.build(model_spec, attention=models.TRUE_ATTENTION.get(model_spec.type, "eager"))
+    model = models.build(model_spec, attention=TRUE_ATTENTION.get(model_spec.type, "eager"))
     model = models.rounded(model, weights or torch.float32).eval()
     return truth_of(model, [batches.make(spec) for spec in batch_specs])
 
@@ -49,7 +50,7 @@ def truth_of(model, made):
 
 def rounding(model_spec, *batch_specs):
     """The largest relative error of a gradient in one process in fp32."""
-    model = models.build(model_spec, attention=models.TRUE_ATTENTION.get(model_spec.type, "eager")).eval()
+    model = models.build(model_spec, attention=TRUE_ATTENTION.get(model_spec.type, "eager")).eval()
     made = [batches.make(spec) for spec in batch_specs]
     (sum(loss_of(logits_of_documents_alone(model, batch), batch) for batch in made) / len(made)).backward()
     return max(gradient_errors(gradients_of(model), truth(model_spec, *batch_specs).gradients).values())
