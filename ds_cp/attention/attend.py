@@ -54,7 +54,7 @@ def attend(
         make_exchange: Makes the exchanges of the forward and of the backward pass, which hold the schedule.
         kernel: Kernel that runs the tiles.
         score: What is applied to q k^T before the softmax, for the query heads that this rank computes.
-        positions: Needed if ``score.needs_positions``.
+        positions: Positions of each ring rank's tokens; needed if ``score.needs_positions``.
         heads: How the ulysses group shares heads.
         saved: Saved attention of the checkpointed layer that this call is part of.
 
@@ -80,7 +80,7 @@ class _Arguments(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients of the differentiable inputs, None where an input is None."""
+    """Gradients of the differentiable inputs of :class:`_Attention`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -185,7 +185,10 @@ def _backward(
     sinks: torch.Tensor | None,
     arguments: _Arguments,
 ) -> _Gradients:
-    """Exchange, kernel, return of dK and dV. Each tile's gradients are exact shares, for ``lse`` is over all keys."""
+    """Exchange, kernel, return of dK and dV.
+
+    ``out`` and ``lse`` are over the keys of all steps, so each tile gives its exact share of the gradients.
+    """
     kernel, score, exchange = arguments.kernel, arguments.score, arguments.make_exchange("backward")
     own_step, sum_dtype = exchange.steps[0], lse.dtype
     q, extra = _split_extra_channels(q, k)
@@ -201,7 +204,7 @@ def _backward(
 
     for (step, k_step, v_step), step_calls, coverage in zip(exchange.received(k, v), calls, k_coverages):
         dk, dv = own_dk, own_dv
-        if step is not own_step:
+        if step is not own_step:  # sum up in the rows that are sent to their owner
             batch, kv_heads, n, dim = k_step.shape
             grad_rows = buffers.take(q, (n, batch, kv_heads, dim + v_step.size(-1)), sum_dtype)
             dk, dv = (Accumulator(x.shape, x, sum_dtype, coverage.has_gaps, out=x) for x in unpack_rows(grad_rows, dim))
@@ -228,15 +231,18 @@ def _backward(
             exchange.return_gradients(step, grad_rows, (own_dk.total, own_dv.total))
     d_compressed_kv = exchange.finish((own_dk.total, own_dv.total))
 
-    d_query = dq.total
     sinks = _sink_scores(sinks, extra, score)
     d_sinks = None if sinks is None else sink_gradient(grad_out, out, lse, sinks)
-    if d_extra is not None:
-        if score.sinks_in_query and d_sinks is not None:
-            d_extra[..., -1], d_sinks = d_sinks, None
-        d_query = torch.cat([d_query, d_extra], dim=-1)
-    d_tables_in_dtype = [grad.to(table.dtype) for grad, table in zip(d_tables, score.tables)]
-    return _Gradients(d_query, own_dk.total, own_dv.total, d_compressed_kv, d_sinks, d_tables_in_dtype)
+    if d_extra is not None and d_sinks is not None and score.sinks_in_query:
+        d_extra[..., -1], d_sinks = d_sinks, None
+    return _Gradients(
+        dq.total if d_extra is None else torch.cat([dq.total, d_extra], dim=-1),
+        own_dk.total,
+        own_dv.total,
+        d_compressed_kv,
+        d_sinks,
+        [grad.to(table.dtype) for grad, table in zip(d_tables, score.tables)],
+    )
 
 
 def _split_extra_channels(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -112,7 +112,7 @@ class HostKV:
         ring_group: The ring group.
         heads: How the ulysses group shares heads. A rank stores the rows of its ring shard for its own heads.
         length: L, number of tokens of this rank.
-        calls: Number of attention passes by phase; each store counts as one.
+        calls: The mesh's counter of attention passes by phase; :meth:`receive` counts one.
         block: Number of rows in a block.
     """
 

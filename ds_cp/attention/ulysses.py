@@ -91,8 +91,8 @@ class AllHeads:
 class Ulysses:
     """Heads that are shared by a ulysses group, with one all-to-all in each direction.
 
-    Both directions send the same message: for each destination rank, rows of tokens [tokens, B, columns], where the columns
-    hold the heads of all tensors, one tensor after the other.
+    The message from one rank to another is [tokens, B, columns]. Its columns are the heads of all tensors, one tensor after
+    the other.
     """
 
     split: HeadSplit

@@ -71,7 +71,7 @@ def capability() -> tuple[int, int] | None:
 
 
 def torch_has_flash() -> bool:
-    """Whether the current GPU runs the FlashAttention inside torch; older GPUs run the reference formulas."""
+    """Whether the current GPU runs the FlashAttention inside torch; older GPUs run the reference kernel."""
     current = capability()
     return current is not None and current[0] >= 8
 
@@ -101,21 +101,24 @@ def best(device: str, head_dims: Sequence[int]) -> tuple[str, str]:
     """The kernel of ``"auto"``, and the reason for it.
 
     Dtype and score rule are known only when a layer runs. A call that the kernel does not take (fp32 on CUDA, ALiBi,
-    dropout, ...) runs by torch's kernel or by the reference formulas.
+    dropout, ...) runs by torch's kernel or by the reference kernel.
     """
     if device == "cpu":
         return "torch", "the FlashAttention that torch ships for CPUs"
     current = capability() if device == "cuda" else None
     if current is None:
-        return "torch", f'no NVIDIA GPU is visible for "{device}"; calls that torch\'s kernel refuses run by formulas'
+        return (
+            "torch",
+            f'no NVIDIA GPU is visible for "{device}"; calls that torch\'s kernel refuses run by the reference kernel',
+        )
     preferred = [*(["flash_attention_4"] if current[0] >= 10 else []), "flash_attention_3", "flash_attention_2"]
     if not torch_has_flash():
         return "torch", (
-            f"no FlashAttention runs on compute capability {current[0]}.{current[1]}, so everything runs by formulas, which is "
+            f"no FlashAttention runs on compute capability {current[0]}.{current[1]}, so everything runs by the reference kernel, which is "
             "slow; an Ampere or newer GPU (8) has one"
         )
     wide_heads = [dim for dim in head_dims if dim > 256]
-    rest = f"fp32 runs by formulas{', and so do layers of head dim ' + str(max(wide_heads)) if wide_heads else ''}"
+    rest = f"fp32 runs by the reference kernel{', and so do layers of head dim ' + str(max(wide_heads)) if wide_heads else ''}"
     for name in preferred:
         if problem(name, device) is None:
             return name, f"the best installed one for compute capability {current[0]}.{current[1]}; {rest}"

@@ -64,9 +64,9 @@ class FlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dim, value_dim = self.padded_head_dims(q.size(-1), v.size(-1))
         out, lse = self.run_forward(
-            _heads_last(q, dim, launch), _heads_last(k, dim, launch), _heads_last(v, value_dim, launch), launch, score
+            _to_bshd(q, dim, launch), _to_bshd(k, dim, launch), _to_bshd(v, value_dim, launch), launch, score
         )
-        return _heads_first(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.varlen else lse
+        return _to_bhsd(out, launch)[..., : v.size(-1)], lse.unsqueeze(0) if launch.varlen else lse
 
     def backward(
         self,
@@ -82,19 +82,19 @@ class FlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dim, value_dim = self.padded_head_dims(q.size(-1), v.size(-1))
         dq, dk, dv = self.run_backward(
-            _heads_last(grad_out, value_dim, launch),
-            _heads_last(q, dim, launch),
-            _heads_last(k, dim, launch),
-            _heads_last(v, value_dim, launch),
-            _heads_last(out, value_dim, launch),
+            _to_bshd(grad_out, value_dim, launch),
+            _to_bshd(q, dim, launch),
+            _to_bshd(k, dim, launch),
+            _to_bshd(v, value_dim, launch),
+            _to_bshd(out, value_dim, launch),
             (lse[0] if launch.varlen else lse).contiguous(),
             launch,
             score,
         )
         return (
-            _heads_first(dq, launch)[..., : q.size(-1)],
-            _heads_first(dk, launch)[..., : k.size(-1)],
-            _heads_first(dv, launch)[..., : v.size(-1)],
+            _to_bhsd(dq, launch)[..., : q.size(-1)],
+            _to_bhsd(dk, launch)[..., : k.size(-1)],
+            _to_bhsd(dv, launch)[..., : v.size(-1)],
         )
 
     def run_forward(
@@ -118,7 +118,7 @@ class FlashKernel:
         raise NotImplementedError
 
 
-def _heads_last(x: torch.Tensor, head_dim: int, launch: Launch) -> torch.Tensor:
+def _to_bshd(x: torch.Tensor, head_dim: int, launch: Launch) -> torch.Tensor:
     """[B, H, m, d] as [B, m, H, head_dim] or, in a varlen launch, as [m, H, head_dim]; every row is aligned.
 
     Channels of zeros change neither the scores nor the other channels of the output.
@@ -129,7 +129,7 @@ def _heads_last(x: torch.Tensor, head_dim: int, launch: Launch) -> torch.Tensor:
     return x if _is_aligned(x) else x.contiguous()
 
 
-def _heads_first(x: torch.Tensor, launch: Launch) -> torch.Tensor:
+def _to_bhsd(x: torch.Tensor, launch: Launch) -> torch.Tensor:
     """The inverse: [B, H, m, head_dim]."""
     return (x.unsqueeze(0) if launch.varlen else x).transpose(1, 2)
 
