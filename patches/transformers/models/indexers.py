@@ -2,7 +2,7 @@
 
 An indexer scores keys per query and selects the best, one by one or in blocks of neighbouring keys. Its own code runs, on
 queries of one document; in place of its cache it gets an object that returns the keys of that document, as the cache does
-for past tokens in generation. Families: DeepSeek V3.2 and its derivatives (A.X K2, Dots3, GLM MoE DSA, HunYuan V4),
+for past tokens in generation. Families: DeepSeek V3.2 and those with its indexer (A.X K2, Dots3, GLM MoE DSA, HY V4),
 DeepSeek V4, MiniMax M3, Qwen4.
 """
 
@@ -36,7 +36,7 @@ class _IndexerCache:
         return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
 
     def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> tuple[Any, ...]:
-        """DeepSeek V4: values and gates of all complete windows, and the position of the first window."""
+        """DeepSeek V4: values and gates of all complete windows, which are its keys here, and the position of the first window."""
         return *self.update_indexer(torch.cat([kv, gate], dim=-1), 0).chunk(2, dim=-1), 0
 
     def update_overlap_state(self, *_: Any) -> tuple[None, None]:
@@ -89,7 +89,7 @@ class IndexerCall:
         indexer: The module.
         run: Forward of its class, bound to the module.
         arguments: Arguments of the module's call by name, for this rank's tokens.
-        queries: Which queries of which documents.
+        queries: Indices and positions of the queries, and indices of the keys.
         keys: [n, k, d], the indexer's keys of each document.
         key_rotary: Cosines and sines [n, k, d] of the keys, for an indexer that rotates keys after it has read its cache.
     """

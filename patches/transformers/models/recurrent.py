@@ -3,7 +3,7 @@
 A recurrence mixes tokens, but not heads or channels. So an all-to-all over the context-parallel group exchanges tokens for
 heads or channels, each rank runs the model's function on the whole sequence for its part of them
 (:mod:`ds_cp.recurrent.channels`), and a second all-to-all returns the result to the owners of the tokens. :func:`attach` wraps
-the functions and submodules that do so. A layer that has neither runs on all tokens on every rank.
+the functions and submodules that mix tokens. A layer without such a function or submodule runs on all tokens on every rank.
 :mod:`.recurrent_tables` says which class is which.
 """
 

@@ -1,6 +1,6 @@
-"""Sparse attention: an indexer selects the keys of each query among all keys of its document.
+"""Sparse attention with an indexer: DeepSeek V3.2 and V4, GLM MoE DSA, MiniMax M3, Qwen4 and others (:data:`.indexers.INDEXERS`).
 
-Run on a shard, an indexer would select among this rank's keys. Inside a region it runs on this rank's queries, one document at
+An indexer selects the keys of each query among all keys before it. Run on a shard, an indexer would select among this rank's keys. Inside a region it runs on this rank's queries, one document at
 a time, with the keys of the whole document in place of its cache (:mod:`.indexers`). Keys that it does not select are masked
 in attention (:class:`~ds_cp.attention.selected.SelectedKeys`). The loss of the model does not train indexers, since they
 return indices only, so they run without gradients.
@@ -43,8 +43,8 @@ CHUNK_BYTES = 256 << 20
 def attach(modules: Sequence[torch.nn.Module]) -> Callable[[], None]:
     """Make each indexer and compressor a ZeRO-3 leaf; returns what undoes it.
 
-    They run once per chunk of queries, and the number of chunks depends on the batch. ZeRO-3 gathers the weights of a leaf once
-    per call of the module, however often its parts run.
+    Their code runs once per chunk of queries, or per group of documents, and the number of these depends on the batch. ZeRO-3
+    gathers the weights of a leaf once per call of the module, however often its submodules run.
     """
     for module in modules:
         patches.require(type(module), "forward", "it reads the keys of past tokens from its cache", "cache")
@@ -169,7 +169,7 @@ def mask_unselected(
     """SDPA's mask outside of a region, with unselected keys masked as the model itself does under SDPA.
 
     Args:
-        indices, block_indices: SelectedKeys keys [B, L, c] or blocks of keys [B, G, L, c]; None where the layer has no indexer.
+        indices, block_indices: Selected keys [B, L, c] or blocks of keys [B, G, L, c]; None where the layer has no indexer.
     """
     if block_indices is not None:
         block_mask: torch.Tensor = module.indexer.build_block_mask(

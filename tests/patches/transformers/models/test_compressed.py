@@ -1,5 +1,7 @@
 """DeepSeek V4: queries attend to a window of tokens and to compressed KV, each entry of which pools many tokens of a document."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -98,24 +100,23 @@ def test_a_mask_of_the_users_own_is_refused(workers):
     )
 
 
-def entries_of_other_documents_are_seen(patch):
+def compressed_kv_of_other_documents_is_seen(patch):
     from ds_cp.attention.compressed_kv import CompressedKV
 
-    of = CompressedKV.of
-    patch(
-        CompressedKV, "of", lambda self, *rest: of(self, *rest) if self.selected else _of_any_document(of, self, *rest)
-    )
+    bias = CompressedKV.bias
 
+    def bias_of_any_document(self, *rest):
+        if self.selected:
+            return bias(self, *rest)
+        first_document = replace(self, document_start=self.document_start.clamp(max=0), origin=self.origin * 0)
+        return bias(first_document, *rest)
 
-def _of_any_document(of, self, *rest):
-    from dataclasses import replace
-
-    return of(replace(self, start=self.start.clamp(max=0), origin=self.origin * 0), *rest)
+    patch(CompressedKV, "bias", bias_of_any_document)
 
 
 def test_the_parity_check_detects_a_fault(workers):
     def broken(*arguments):
-        entries_of_other_documents_are_seen(setattr)
+        compressed_kv_of_other_documents_is_seen(setattr)
         return subject.loss_and_gradients(*arguments)
 
     results = workers(2).run(broken, V4, config_of("ring", 2), [PACKED], torch.float64)
