@@ -78,4 +78,4 @@ def gathered_bytes():
     """Bytes that this rank has sent in gathers of whole sequences, over all meshes."""
     from ds_cp import mesh
 
-    return sum(each.cp_group.sent["gather"] for each in mesh.known())
+    return sum(each.cp_group.sent["gather"] for each in mesh.built_meshes())
