@@ -50,14 +50,14 @@ def replacement_of(cls: type) -> Replacement | None:
 def attach(decoder: torch.nn.Module) -> Callable[[], None]:
     """Bind the replacements of a decoder's modules, and hook positions and masks; returns what undoes it."""
     replaced = {module: found for module in decoder.modules() if (found := replacement_of(type(module)))}
-    chunked = [module for module, found in replaced.items() if found.role in ("indexer", "compressor")]
+    chunked = [module for module, replacement in replaced.items() if replacement.role in ("indexer", "compressor")]
     undo_hooks = [positions.attach(decoder), xlm.attach(decoder), sparse_attention.attach(chunked)]
-    for module, found in replaced.items():
-        setattr(module, found.method, MethodType(partial(_call, found), module))
+    for module, replacement in replaced.items():
+        setattr(module, replacement.method, MethodType(partial(_call, replacement), module))
 
     def undo() -> None:
-        for module, found in replaced.items():
-            module.__dict__.pop(found.method, None)
+        for module, replacement in replaced.items():
+            module.__dict__.pop(replacement.method, None)
         for undo_hook in undo_hooks:
             undo_hook()
 
