@@ -86,7 +86,7 @@ def _forward(trl_forward: Callable, self: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _gather(local: torch.Tensor, region: Region) -> torch.Tensor:
-    """[B, L] to [B, S]; bool travels as uint8, because collectives do not take bool."""
+    """[B, L] to [B, S]; bool is sent as uint8, because collectives do not take bool."""
     if local.dtype != torch.bool:
         return region.gather(local)
     return region.gather(local.to(torch.uint8)).bool()
