@@ -24,8 +24,7 @@ from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import BATCH_START, BATCH_STOP, CAUSAL, K_START, K_STOP, LEFT, Q_START, Q_STOP, RIGHT, Rule
 
 LayerSegments = Sequence[tuple[np.ndarray, int]]
-"""The segments of each rule, int64 [n, 9], and the number of layers with that rule. Areas are summed over layers and batch
-rows."""
+"""Segments of each rule, int64 [n, 9], and the number of layers with that rule."""
 
 MAX_RUNS = 16
 """Largest number of runs per rank. Each pair of runs on two ranks needs kernel launches of its own."""
@@ -37,10 +36,10 @@ MIN_GAIN = 50
 """The balanced layout is chosen if it saves more than 1 / MIN_GAIN."""
 
 CELLS_PER_RANK = 256
-"""Windows start at the boundaries of cells. Number of cells in every L tokens, not counting boundaries of documents."""
+"""Number of cells in every L tokens, before boundaries of documents are added. Windows start at boundaries of cells."""
 
 MAX_DOCUMENTS = 128
-"""Boundaries of this many of the longest documents are boundaries of cells too."""
+"""Number of the longest documents whose boundaries are boundaries of cells, too."""
 
 CUT_COST = 64
 """A cut costs as much as sending L / CUT_COST rows."""
@@ -152,11 +151,13 @@ def _best_window(
     end_cost = np.append(cost[unassigned], 0)
     end_cost[cut_before] = 0
     window_cost = end_cost[:-size] + end_cost[size:]
-    # Both the window and the rest, which the last rank gets, must stay within MAX_RUNS. The first window always does.
+    # The window has cuts_inside + 1 runs, and the other unassigned cells have cuts_outside runs. Both must stay within
+    # MAX_RUNS, because the last rank gets what is left. The first window always does.
     cuts = np.cumsum(cut_before)
-    touched = cuts[size:] - cuts[:-size] + cut_before[:-size]
-    inside = touched - cut_before[:-size] - cut_before[size:]
-    allowed = (inside < MAX_RUNS) & (cuts[-1] - touched <= MAX_RUNS)
+    cuts_in_and_at_ends = cuts[size:] - cuts[:-size] + cut_before[:-size]
+    cuts_inside = cuts_in_and_at_ends - cut_before[:-size] - cut_before[size:]
+    cuts_outside = cuts[-1] - cuts_in_and_at_ends
+    allowed = (cuts_inside < MAX_RUNS) & (cuts_outside <= MAX_RUNS)
     close = np.flatnonzero(allowed & (difference <= ranks * tolerance))
     if not len(close):
         candidates = np.flatnonzero(allowed)
@@ -233,7 +234,7 @@ class AreaCurve:
 
 
 def _rows_separated(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Approximate number of K/V rows that must be sent because of a cut before each position, [len(positions)]."""
+    """Approximate number of K/V rows that must be sent because of a cut before each position, the largest over batch rows."""
     worst = np.zeros(len(positions), dtype=np.int64)
     for batch_row in np.unique(segments[:, BATCH_START]):
         lines = segments[segments[:, BATCH_START] == batch_row]

@@ -46,9 +46,10 @@ class ContextParallelConfig(BaseModel):
         "auto",
         description="How queries meet the keys and values of other ranks. "
         '"ulysses" exchanges tokens for heads with an all-to-all before and after attention. '
-        '"ring" sends keys and values from rank to rank while attention is computed, only the rows that a rank needs. '
+        '"ring" sends keys and values between ranks, step by step, while attention is computed; a rank gets only the rows '
+        "that it needs. "
         '"hybrid" runs ulysses over neighbouring ranks and a ring over the rest. '
-        '"allgather" sends the same rows as "ring", all at once instead of step by step. '
+        '"allgather" sends the same rows as "ring", all of them at once. '
         '"auto" chooses "ulysses" where the heads divide evenly by size and the ranks lie inside one node, otherwise '
         '"hybrid" with the largest ulysses_size that fits heads and node, otherwise "ring".',
     )
@@ -92,8 +93,8 @@ class ContextParallelConfig(BaseModel):
     )
     unverified: Literal["refuse", "allow"] = Field(
         "refuse",
-        description="Whether model types run that were not compared with a single process, or failed that comparison. "
-        '"refuse" raises an error at start-up.',
+        description="What to do with a model type whose loss and gradients are not known to equal those of a single process. "
+        '"refuse" raises an error at start-up, "allow" trains it.',
     )
     tiled_loss: Switch = Field(
         "auto",

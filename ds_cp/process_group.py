@@ -24,7 +24,7 @@ class GroupError(RuntimeError):
 
 
 class DeviceError(RuntimeError):
-    """The accelerator of this rank failed, which communication only noticed."""
+    """The accelerator of this rank failed. Communication only raised the error of a kernel that was launched before."""
 
 
 @dataclass

@@ -107,7 +107,11 @@ class Documents:
         segments, b = [], 0
         while b < len(self.ranges):
             stop = b + 1
-            while not rule.differs_by_row and stop < len(self.ranges) and np.array_equal(self.ranges[b], self.ranges[stop]):
+            while (
+                not rule.differs_by_row
+                and stop < len(self.ranges)
+                and np.array_equal(self.ranges[b], self.ranges[stop])
+            ):
                 stop += 1
             segments.append(_bidirectional_segments(self.ranges[b], b, stop))
             b = stop
