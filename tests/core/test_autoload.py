@@ -13,6 +13,8 @@ from harness.processes import run_python
 
 WATCHED = {"deepspeed.runtime.config", "accelerate.utils.deepspeed", "accelerate.commands.config.config_args"}
 
+pytestmark = pytest.mark.timeout(300)  # the first test starts eight interpreters
+
 # The first import of a script.
 FIRST_IMPORTS = [
     "import torch",
