@@ -2,7 +2,7 @@
 
 The schedule says which kernels are launched on which tiles, which rows are sent when, and what is merged. Each of these is
 an event on one of two streams, compute and communication; a kernel that needs received rows waits for them. Rates come from
-:class:`Card` and :class:`Link`, whose numbers are published ones.
+:mod:`ds_cp.cards`, whose numbers are published ones.
 """
 
 from __future__ import annotations
@@ -11,95 +11,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Sequence
 
-import torch
+import numpy as np
 
-from ds_cp.attention.kernels.windows import launches, split_to_windows
 from ds_cp.attention.ulysses import HeadSplit
+from ds_cp.cards import LAUNCH, STREAMED, Card, Curve, Link
 from ds_cp.mask.rules import OPEN
 from ds_cp.mask.schedule import Step, count
 from ds_cp.mask.tile import Tile
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The rate of a FlashAttention kernel by the length of its tile: ``rate * n / (n + half)``.
-
-    Attributes:
-        rate: FLOP/s on long tiles.
-        half, half_causal: tokens at which a tile without and with a causal diagonal runs at half the rate.
-    """
-
-    rate: float
-    half: float
-    half_causal: float
-
-    def seconds(self, flops: float, tokens: int, causal: bool) -> float:
-        """Time of a tile whose shorter side has ``tokens``."""
-        half = self.half_causal if causal else self.half
-        return flops / self.rate * (tokens + half) / tokens
-
-
-@dataclass(frozen=True)
-class Card:
-    """One accelerator.
-
-    Attributes:
-        name: as users call it.
-        peak: dense bf16 FLOP/s of the data sheet.
-        memory: bytes/s of the data sheet; ``STREAMED`` of it is reached.
-        capacity: bytes.
-        forward, backward: the FlashAttention that ``auto`` chooses there, head dim 128.
-    """
-
-    name: str
-    peak: float
-    memory: float
-    capacity: float
-    forward: Curve
-    backward: Curve
-
-
-@dataclass(frozen=True)
-class Link:
-    """What connects the ranks of a group.
-
-    Attributes:
-        bandwidth: bytes/s that a rank sends while it receives as many, as NCCL reaches it.
-        latency: seconds of a message.
-    """
-
-    bandwidth: float
-    latency: float = 8e-6
-
-
-STREAMED = 0.85
-"""Share of a card's memory bandwidth that element-wise kernels reach."""
-
-LAUNCH = 3e-6
-"""Seconds of the shortest kernel."""
-
-_FA2_H100 = Curve(375e12, 110, 400), Curve(310e12, 250, 500)
-_FA3_H100 = Curve(655e12, 190, 500), Curve(565e12, 260, 500)
-
-CARDS = {
-    # data sheets: 312, 989 and 2250 TFLOP/s dense bf16; 2.04, 3.35, 4.8 and 8 TB/s. Curves are fitted to the figures of the
-    # FlashAttention-2 and -3 papers for head dim 128 (H100: 309 to 370 and 467 to 648 TFLOP/s forward, 191 to 335 and 292
-    # to 616 causal, for 512 to 16k tokens; backward up to 561 for FlashAttention-3). B200: FlashAttention 4's published
-    # 1.6 PFLOP/s forward, its backward by the same ratio as FlashAttention 3's.
-    "A100": Card("A100 80GB SXM", 312e12, 2.04e12, 80e9, Curve(225e12, 110, 400), Curve(190e12, 250, 500)),
-    "H100": Card("H100 80GB SXM", 989e12, 3.35e12, 80e9, *_FA3_H100),
-    "H100-FA2": Card("H100 80GB SXM, FlashAttention 2", 989e12, 3.35e12, 80e9, *_FA2_H100),
-    "H800-FA2": Card("H800 80GB SXM, FlashAttention 2", 989e12, 3.35e12, 80e9, *_FA2_H100),
-    "H200": Card("H200 141GB SXM", 989e12, 4.8e12, 141e9, *_FA3_H100),
-    "B200": Card("B200 192GB SXM", 2250e12, 8.0e12, 192e9, Curve(1600e12, 500, 1100), Curve(1380e12, 700, 1200)),
-}  # fmt: skip
-
-LINKS = {
-    # NVLink 3: 600 GB/s in both directions together, NVLink 4: 900, of the H800: 400, NVLink 5: 1800; about two thirds of
-    # one direction are reached. InfiniBand: 400 Gbit/s per card.
-    "A100": Link(200e9), "H100": Link(300e9), "H100-FA2": Link(300e9), "H800-FA2": Link(135e9), "H200": Link(300e9),
-    "B200": Link(600e9), "ib": Link(45e9, 15e-6),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,23 +135,19 @@ def _forward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, ca
     row = batch * shape.kv_heads * (shape.dim + shape.value_dim) * shape.item
     sends = any(step.target_rows for step in steps[1:])
     streams.copy("copies", 2 * count(steps[0].rows) * row * sends)
-    calls = [launches([piece for tile in step.tiles for piece in split_to_windows(tile)], torch.device("cpu")) for step in steps]
-    single = sum(map(len, calls)) == 1
+    work = [_StepWork.of(step) for step in steps]
+    single = sum(each.launches for each in work) == 1
     out = batch * shape.query_heads * shape.value_dim
     arrival = streams.send(*_sizes(steps, 1, row))
-    written = 0
-    for number, of_step in enumerate(calls):
+    for number, each in enumerate(work):
         if number:
             streams.wait(arrival)
             arrival = streams.send(*_sizes(steps, number + 1, row))
-        for launch in of_step:
-            queries = launch.q_stop - launch.q_start
-            streams.kernel("kernel forward", _flash(launch.tiles, shape, card.forward, 1.0))
-            fresh = min(queries, max(0, count(steps[0].rows) - written))
-            written += fresh
-            if not single:
-                streams.copy("copies", fresh * out * (shape.item + 4))
-                streams.copy("merge", (queries - fresh) * out * (4 + 4 + shape.item))
+        streams.kernel("kernel forward", each.seconds(shape, card.forward, 1.0), each.launches)
+        if number:  # a rank's own keys come first, and cover its queries
+            streams.copy("merge", each.queries * out * (4 + 4 + shape.item))
+        elif not single:
+            streams.copy("copies", each.queries * out * (shape.item + 4))
     if not single:
         streams.copy("copies", count(steps[0].rows) * out * (4 + shape.item))
 
@@ -241,33 +155,85 @@ def _forward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, ca
 def _backward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, card: Card, batch: int) -> None:
     dims = shape.dim + shape.value_dim
     row, gradient_row = batch * shape.kv_heads * dims * shape.item, batch * shape.kv_heads * dims * 4
-    calls = [launches([piece for tile in step.tiles for piece in split_to_windows(tile)], torch.device("cpu")) for step in steps]
-    single = sum(map(len, calls)) == 1
+    work = [_StepWork.of(step) for step in steps]
+    single = sum(each.launches for each in work) == 1
     arrival = streams.send(*_sizes(steps, 1, row))
     returned = 0.0
-    for number, of_step in enumerate(calls):
+    for number, each in enumerate(work):
         if number:
             streams.wait(arrival)
             arrival = streams.send(*_sizes(steps, number + 1, row))
-        for launch in of_step:
-            queries, keys = launch.q_stop - launch.q_start, launch.k_stop - launch.k_start
-            # the kernel's own passes: it reads dO and out, sums dQ in fp32 and converts it; dK and dV per query head, summed
-            passes = batch * shape.query_heads * (queries * shape.dim * 14 + keys * dims * 2 * shape.item)
-            streams.kernel(
-                "kernel backward",
-                _flash(launch.tiles, shape, card.backward, 2.5) + passes / (card.memory * STREAMED),
-                launches=4,
-            )
-            if not single:
-                streams.copy("copies", batch * queries * shape.query_heads * shape.dim * (shape.item + 8))
-                streams.copy("copies", batch * keys * shape.kv_heads * dims * (shape.item + 4))
+        streams.kernel("kernel backward", each.seconds(shape, card.backward, 2.5), 4 * each.launches)
+        streams.kernel("kernel backward", each.passes(shape, batch) / (card.memory * STREAMED), 0)
+        if not single:
+            streams.copy("copies", batch * each.queries * shape.query_heads * shape.dim * (shape.item + 8))
+            streams.copy("copies", batch * each.keys * shape.kv_heads * dims * (shape.item + 4))
         if number:
             streams.wait(returned)  # the message before is added to this rank's gradients
             streams.copy("copies", count(steps[number - 1].target_rows) * gradient_row * 3 * (number > 1))
-            returned = streams.send(
-                count(steps[number].rows) * gradient_row, count(steps[number].target_rows) * gradient_row
-            )
+            sent, received = count(steps[number].rows), count(steps[number].target_rows)
+            returned = streams.send(sent * gradient_row, received * gradient_row)
     streams.wait(returned)
+
+
+@dataclass(frozen=True)
+class _StepWork:
+    """Kernel launches of one step, as arrays over its tiles.
+
+    Attributes:
+        area: Number of (query, key) pairs of each tile, all batch rows.
+        shorter: The shorter side of each tile.
+        diagonal: Whether a band cuts through the tile.
+        queries, keys: Total numbers of query and key rows.
+        launches: Number of launches; neighbouring tiles of one band share one.
+    """
+
+    area: np.ndarray
+    shorter: np.ndarray
+    diagonal: np.ndarray
+    queries: int
+    keys: int
+    launches: int
+
+    @staticmethod
+    def of(step: Step) -> _StepWork:
+        key = "work for cost"
+        if key not in step.derived:
+            step.derived[key] = _StepWork.of_tiles(step.tiles)
+        work: _StepWork = step.derived[key]
+        return work
+
+    @staticmethod
+    def of_tiles(tiles: Sequence[Tile]) -> _StepWork:
+        table = np.array(tiles, dtype=np.int64).reshape(-1, 8)
+        rows = table[:, 1] - table[:, 0]
+        queries, keys = table[:, 3] - table[:, 2], table[:, 5] - table[:, 4]
+        low, high = np.maximum(table[:, 6], -queries), np.minimum(table[:, 7], keys)
+        area = rows * (_pairs_up_to(queries, keys, high) - _pairs_up_to(queries, keys, low - 1))
+        diagonal = (table[:, 6] > -OPEN) | (table[:, 7] < OPEN)
+        follows = (table[1:, 2] == table[:-1, 3]) & (table[1:, 4] == table[:-1, 5]) & (rows[1:] == 1)
+        launches = len(table) - int((follows & (diagonal[1:] == diagonal[:-1])).sum())
+        return _StepWork(area, np.minimum(queries, keys), diagonal, int(queries.sum()), int(keys.sum()), launches)
+
+    def seconds(self, shape: AttentionShape, curve: Curve, factor: float) -> float:
+        """Time of the matrix products; the backward pass has 2.5 times the FLOPs of the forward pass."""
+        half = np.where(self.diagonal, curve.half_causal, curve.half)
+        return float(factor * shape.pair_flops() / curve.rate * (self.area * (1 + half / self.shorter)).sum())
+
+    def passes(self, shape: AttentionShape, batch: int) -> float:
+        """Bytes that a backward kernel moves beside its tiles: it reads dO and out, sums dQ in fp32 and converts it, and writes
+        dK and dV per query head, which are summed."""
+        dims = shape.dim + shape.value_dim
+        return batch * shape.query_heads * (self.queries * shape.dim * 14 + self.keys * dims * 2 * shape.item)
+
+
+def _pairs_up_to(queries: np.ndarray, keys: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Number of pairs (i, j) of a rectangle with ``j - i <= offset``."""
+    first = np.clip(-offset, 0, queries)  # queries before it see nothing
+    full = np.maximum(first, np.clip(keys - offset - 1, 0, queries))  # from it on they see all keys
+    pairs: np.ndarray = (first + full - 1) * (full - first) // 2 + (offset + 1) * (full - first)
+    pairs += (queries - full) * keys
+    return pairs
 
 
 def _sizes(steps: Sequence[Step], number: int, row: float) -> tuple[float, float]:
@@ -277,24 +243,12 @@ def _sizes(steps: Sequence[Step], number: int, row: float) -> tuple[float, float
     return count(steps[number].target_rows) * row, count(steps[number].rows) * row
 
 
-def _flash(tiles: Sequence[Tile], shape: AttentionShape, curve: Curve, factor: float) -> float:
-    """Seconds of a launch over some tiles."""
-    seconds = 0.0
-    for tile in tiles:
-        shorter = min(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start)
-        causal = tile.lo > -OPEN or tile.hi < OPEN
-        seconds += curve.seconds(factor * tile.area * shape.pair_flops(), shorter, causal)
-    return seconds
-
-
 def ideal_time(tiles: Sequence[Tile], ranks: int, shape: AttentionShape, card: Card) -> float:
     """Seconds of one card's single call on all tiles, divided by the ranks: the ideal of a method."""
     time = Time()
     streams = _Streams(card, Link(1.0), time)
-    queries = sum(tile.q_stop - tile.q_start for tile in tiles)
-    keys = sum(tile.k_stop - tile.k_start for tile in tiles)
-    dims = shape.dim + shape.value_dim
-    streams.kernel("kernel forward", _flash(tiles, shape, card.forward, 1.0))
-    passes = shape.query_heads * (queries * shape.dim * 14 + keys * dims * 2 * shape.item)
-    streams.kernel("kernel backward", _flash(tiles, shape, card.backward, 2.5) + passes / (card.memory * STREAMED), 4)
+    work = _StepWork.of_tiles(tiles)
+    streams.kernel("kernel forward", work.seconds(shape, card.forward, 1.0))
+    streams.kernel("kernel backward", work.seconds(shape, card.backward, 2.5), 4)
+    streams.kernel("kernel backward", work.passes(shape, 1) / (card.memory * STREAMED), 0)
     return time.total / ranks

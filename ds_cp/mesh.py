@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Mapping, Sequence
 
 import torch
 import torch.distributed
@@ -35,6 +36,7 @@ class Mesh:
         ulysses_group: This rank's ulysses axis of the context-parallel group.
         control_group: The ranks of ``cp_group`` on gloo, for CPU tensors and objects that must not touch the device.
         attention_calls: Number of attention calls so far, by phase ("forward", "backward").
+        axes: Ring and ulysses group of every split that batches may use, by (ring, ulysses).
     """
 
     dp_size: int
@@ -44,18 +46,24 @@ class Mesh:
     ulysses_group: Group
     control_group: Group
     attention_calls: Counter[str] = field(default_factory=Counter)
+    axes: Mapping[tuple[int, int], tuple[Group, Group]] = field(default_factory=dict)
+
+    def with_split(self, ring: int, ulysses: int) -> Mesh:
+        """The same mesh with the axes of another split of its context-parallel group."""
+        ring_group, ulysses_group = self.axes[ring, ulysses]
+        return replace(self, ring_group=ring_group, ulysses_group=ulysses_group)
 
     def traffic(self) -> dict[str, float]:
         """Bytes that this rank sent for attention, averaged over attention calls, by phase."""
+        groups = [group for axes in self.axes.values() for group in axes]
         return {
-            f"{phase}_bytes_per_layer": (self.ring_group.sent[phase] + self.ulysses_group.sent[phase])
-            / self.attention_calls[phase]
+            f"{phase}_bytes_per_layer": sum(group.sent[phase] for group in groups) / self.attention_calls[phase]
             for phase in ("forward", "backward")
             if self.attention_calls[phase]
         }
 
 
-_meshes: dict[tuple[object, int, int, float], Mesh] = {}
+_meshes: dict[tuple[object, tuple[tuple[int, int], ...], float], Mesh] = {}
 _store_rounds = itertools.count()
 
 
@@ -108,22 +116,23 @@ def choose_device(model: torch.nn.Module) -> None:
     accelerator.set_device(index)
 
 
-def build(ring: int, ulysses: int, timeout: float) -> Mesh:
+def build(ring: int, ulysses: int, timeout: float, others: Sequence[tuple[int, int]] = ()) -> Mesh:
     """Build a mesh, or return it if it was built before. All ranks of the world must call this in the same order.
 
     Args:
         ring: Number of ranks on the ring axis.
         ulysses: Number of ranks on the ulysses axis; ``ring * ulysses`` divides the size of the world.
         timeout: Seconds after which a waiting rank fails.
+        others: Further splits (ring, ulysses) of the same context-parallel group that batches may use.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     # The key holds the default group itself, so that a later default group cannot have the same identity.
-    key = (torch.distributed.group.WORLD, ring, ulysses, timeout)
+    splits = tuple(dict.fromkeys([(ring, ulysses), *others]))
+    key = (torch.distributed.group.WORLD, splits, timeout)
     if key in _meshes:
         return _meshes[key]
     cp_size = ring * ulysses
-    grid = torch.arange(world).view(world // cp_size, ring, ulysses)
-    cp_ranks = grid.flatten(1).tolist()
+    cp_ranks = torch.arange(world).view(-1, cp_size).tolist()
     cp_group = _new_axis("context-parallel", cp_ranks, rank, timeout)
 
     def axis(name: str, rank_lists: list[list[int]]) -> Group:
@@ -131,13 +140,21 @@ def build(ring: int, ulysses: int, timeout: float) -> Mesh:
             return replace(cp_group, name=name, sent=Counter(), calls=Counter())
         return _new_axis(name, rank_lists, rank, timeout)
 
+    axes = {}
+    for ring_size, ulysses_size in splits:
+        grid = torch.arange(world).view(-1, ring_size, ulysses_size)
+        axes[ring_size, ulysses_size] = (
+            axis("ring", grid.transpose(1, 2).reshape(-1, ring_size).tolist()),
+            axis("ulysses", grid.reshape(-1, ulysses_size).tolist()),
+        )
     mesh = Mesh(
         dp_size=world // cp_size,
         dp_rank=rank // cp_size,
         cp_group=cp_group,
-        ring_group=axis("ring", grid.transpose(1, 2).reshape(-1, ring).tolist()),
-        ulysses_group=axis("ulysses", grid.reshape(-1, ulysses).tolist()),
+        ring_group=axes[ring, ulysses][0],
+        ulysses_group=axes[ring, ulysses][1],
         control_group=_new_axis("context-parallel", cp_ranks, rank, timeout, backend="gloo"),
+        axes=axes,
     )
     _meshes[key] = mesh
     return mesh
@@ -180,7 +197,7 @@ def release() -> None:
     """Drop the references to all process groups. Threads of a group that is still referenced when the interpreter exits abort
     the process."""
     for mesh in _meshes.values():
-        for group in (mesh.cp_group, mesh.ring_group, mesh.ulysses_group, mesh.control_group):
+        for group in (mesh.cp_group, mesh.control_group, *(group for axes in mesh.axes.values() for group in axes)):
             group.handle = None
     _meshes.clear()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Mapping
+from dataclasses import dataclass, replace
+from typing import Mapping, NamedTuple
 
+from ds_cp import cards
 from ds_cp.attention.kernels import available
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.config import KEY, ConfigError, ContextParallelConfig
+
+MAX_SPLITS = 4
+"""Splits that packed batches choose among: each further one has communicators of its own."""
 
 DEFAULT_KV_BLOCK = 8192
 """Tokens per block of K and V for ``"offload_kv": true``."""
@@ -32,6 +36,30 @@ class ModelFacts:
         return " and ".join(f"{q} query and {k} key/value heads" for q, k in self.heads) or "layers without attention"
 
 
+class Split(NamedTuple):
+    """One division of a context-parallel group into a ring and a ulysses axis.
+
+    Attributes:
+        ring: Number of ranks on the ring axis.
+        ulysses: Number of ranks on the ulysses axis.
+        layout: Layout of batches without packed documents.
+        packed_layout: Layout of batches with packed documents.
+    """
+
+    ring: int
+    ulysses: int
+    layout: str
+    packed_layout: str
+
+    @property
+    def method(self) -> str:
+        return "ulysses" if self.ring == 1 else "ring" if self.ulysses == 1 else "hybrid"
+
+    @property
+    def name(self) -> str:
+        return f"hybrid {self.ring} x {self.ulysses}" if self.method == "hybrid" else self.method
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the sequences of one model are divided between ranks. The same on all ranks of the world.
@@ -47,6 +75,10 @@ class Plan:
             where it pays (:func:`ds_cp.balance.choose`).
         tiled_mlp: Whether MLPs run in chunks of tokens. None if each forward decides by the size of its activations.
         offload_kv: Tokens per chunk of a layer and per block of K and V; 0 if K and V stay on the device.
+        splits: Splits among which each packed batch chooses the fastest (:func:`ds_cp.splits.choose`); the first is that of
+            the other fields, and of batches without packed documents. One if the method is configured.
+        card: Name of the card in :data:`ds_cp.cards.CARDS` that times are predicted for.
+        attention: Query heads, key/value heads, and head dims of queries and values of the attention layers, for the same.
         reasons: Why a field has its value, for ``method``, ``layout`` and ``kernel``.
     """
 
@@ -65,6 +97,9 @@ class Plan:
     offload_activations: bool
     offload_kv: int
     recompute_attention: bool
+    splits: tuple[Split, ...]
+    card: str
+    attention: tuple[int, int, int, int]
     reasons: Mapping[str, str]
 
     @property
@@ -72,6 +107,12 @@ class Plan:
         if self.packed_layout == self.layout:
             return self.layout
         return f"{self.layout}; {self.packed_layout} for packed rows"
+
+    def with_split(self, split: Split) -> Plan:
+        """The plan of a batch that uses one of :attr:`splits`."""
+        if (split.ring, split.ulysses) == (self.ring, self.ulysses):
+            return self
+        return replace(self, method=split.method, **split._asdict())
 
     @property
     def prefetch_steps(self) -> int:
@@ -99,6 +140,17 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
     ring = size // ulysses
     layout, packed_layout, layout_reason = _layout(config, ring)
     kernel, kernel_reason = _kernel(config, facts, device)
+    splits = [Split(ring, ulysses, layout, packed_layout)]
+    if config.method == "auto" and config.ulysses_size == "auto":
+        others = (u for u in _even_in_node(facts, size, node_size) if u != ulysses)
+        splits += [Split(size // u, u, *_layout(config, size // u)[:2]) for u in others]
+        splits = sorted(splits[:1] + splits[1:], key=lambda split: (split.ulysses != ulysses, split.ulysses))[
+            :MAX_SPLITS
+        ]
+    if len(splits) > 1:
+        method_reason += (
+            f"; packed rows use the fastest of {', '.join(split.name for split in splits)} by predicted time"
+        )
     return Plan(
         size=size,
         ring=ring,
@@ -115,6 +167,9 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
         offload_activations=config.offload_activations is True,  # auto: off, its copies were not measured on a GPU
         offload_kv=_kv_block(config.offload_kv),
         recompute_attention=config.recompute_attention,
+        splits=tuple(splits),
+        card=cards.card_here(device, kernel),
+        attention=_attention_shape(facts),
         reasons={"method": method_reason, "layout": layout_reason, "kernel": kernel_reason},
     )
 
@@ -147,8 +202,7 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
         if ulysses not in fits:
             raise ConfigError(_no_split(facts, ulysses, fits))
         return "hybrid", ulysses, "as configured"
-    even = [u for u in fits if all(q % u == 0 for q, _ in facts.heads)]
-    in_node = [u for u in even if node_size % u == 0]  # others would straddle two nodes
+    in_node = _even_in_node(facts, size, node_size)
     if requested == "hybrid":
         inside, any_fit = ([u for u in sizes if 1 < u < size] for sizes in (in_node, fits))
         if not any_fit:
@@ -166,6 +220,19 @@ def _method(config: ContextParallelConfig, facts: ModelFacts, node_size: int) ->
     if best > 1:
         return "hybrid", best, f"heads or node allow ulysses over {best} of {size} ranks; ring over the rest"
     return "ring", 1, f"{facts.heads_text} do not split over the ranks of a node"
+
+
+def _even_in_node(facts: ModelFacts, size: int, node_size: int) -> list[int]:
+    """Sizes of a ulysses axis that divide the heads of all layers evenly and do not straddle two nodes, increasing."""
+    divisors = (u for u in range(1, size + 1) if size % u == 0 and node_size % u == 0)
+    return [u for u in divisors if _splits(facts, u) and all(q % u == 0 for q, _ in facts.heads)]
+
+
+def _attention_shape(facts: ModelFacts) -> tuple[int, int, int, int]:
+    """Heads and head dims of the attention layers, for predicted times; those of the widest layers where they differ."""
+    query_heads, kv_heads = max(facts.heads, default=(1, 1))
+    dim = max(facts.head_dims, default=128)
+    return query_heads, kv_heads, dim, dim
 
 
 def _layout(config: ContextParallelConfig, ring: int) -> tuple[str, str, str]:

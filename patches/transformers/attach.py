@@ -102,7 +102,8 @@ def attach(model: torch.nn.Module, requested: key.ContextParallelConfig) -> Atta
     if plan.offload_kv:
         chunked_layers.check(stacks)
     agree_on_plan(plan, plan.timeout)
-    mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout)
+    others = [(split.ring, split.ulysses) for split in plan.splits[1:]]
+    mesh = meshes.build(plan.ring, plan.ulysses, plan.timeout, others)
     patches.install()
     liger.install()
     config = pretrained.config.get_text_config(decoder=True)

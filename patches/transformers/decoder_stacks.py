@@ -14,7 +14,7 @@ from typing import Any, Callable, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ds_cp import balance
+from ds_cp import splits
 from ds_cp.agreement import WITH_CACHE, BatchError, agree, digest_of
 from ds_cp.mask.rules import Rule
 from ds_cp.mesh import Mesh
@@ -137,12 +137,12 @@ def _open_region(
     call: TaskHeadCall,
     mode: int,
 ) -> Region:
-    """Check the batch, agree on it with the context-parallel group, and choose the layout.
+    """Check the batch, choose its split and layout, and agree on it with the context-parallel group.
 
     Raises:
         BatchError: On all ranks of the group, if the batch of any rank cannot be sharded or batches differ.
     """
-    error, documents, shape, digest = None, None, (0, 0), 0
+    error, documents, shape, digest, split, layout = None, None, (0, 0), 0, None, None
     kind = (module.training and torch.is_grad_enabled(), mode)
     try:
         shape = batches.shape_of(arguments)
@@ -150,9 +150,10 @@ def _open_region(
         batches.check_shapes(arguments, call.labels if call.keeps_local else None, *shape)
         batches.refuse_dropped_arguments(call.batch_facts, arguments)
         documents = batches.documents(arguments, *shape)
+        split, layout = splits.choose(plan, shape[1], documents, stack.rules)
         if plan.checks != "off":
             bounds.check(module, stack.position_tables, arguments, call)
-            # Layout and schedule follow from the documents, which are on the host: they are compared in every step.
+            # Split, layout and schedule follow from the documents, which are on the host: they are compared in every step.
             compares_contents = plan.checks == "every_step" or kind not in stack.compared
             contents = batches.tensors_to_compare(arguments, call) if compares_contents else []
             digest = digest_of([*documents.ranges, *contents])
@@ -163,8 +164,14 @@ def _open_region(
     agree(mesh.control_group, error, (*shape, mode), digest, stack.forwards)
     stack.compared.add(kind)
     assert documents is not None
-    layout = balance.choose(shape[1], plan.ring, plan.ulysses, plan.layout, plan.packed_layout, documents, stack.rules)
-    return Region(plan, mesh, layout, documents, dense_mask=batches.dense_mask(arguments, *shape))
+    assert split is not None and layout is not None
+    return Region(
+        plan.with_split(split),
+        mesh.with_split(split.ring, split.ulysses),
+        layout,
+        documents,
+        dense_mask=batches.dense_mask(arguments, *shape),
+    )
 
 
 # ---- after a stack -----------------------------------------------------------------------------------------------

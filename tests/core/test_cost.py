@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_cp import balance, cost
+from ds_cp import balance, cards, cost
 from ds_cp.attention import kernels
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
@@ -14,11 +14,12 @@ from ds_cp.attention.score import Score
 from ds_cp.cli.bench import in_process
 from ds_cp.cli.bench.simulate import predict, published_figures
 from ds_cp.mask.documents import Documents
-from ds_cp.mask.rules import CAUSAL, Band
+from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.mask.schedule import schedule
+from ds_cp.mask.tile import Tile
 
 LLAMA = cost.AttentionShape(32, 8)
-H100, NVLINK = cost.CARDS["H100"], cost.LINKS["H100"]
+H100, NVLINK = cards.CARDS["H100"], cards.LINKS["H100"]
 
 PUBLISHED = {name: (predicted, published) for name, predicted, published, _ in published_figures()}
 
@@ -71,8 +72,17 @@ def test_a_slower_link_exposes_more_and_a_faster_card_computes_faster():
     found = Documents.find(1, 65536)
     steps = schedule(found.segments(CAUSAL), balance.choose(65536, 8, 1, "zigzag", "zigzag", found), 3)
     usual = cost.attention_time(steps, 1, LLAMA, H100, NVLINK)
-    slow = cost.attention_time(steps, 1, LLAMA, H100, cost.Link(NVLINK.bandwidth / 10))
-    faster = cost.attention_time(steps, 1, LLAMA, cost.CARDS["B200"], NVLINK)
+    slow = cost.attention_time(steps, 1, LLAMA, H100, cards.Link(NVLINK.bandwidth / 10))
+    faster = cost.attention_time(steps, 1, LLAMA, cards.CARDS["B200"], NVLINK)
     assert slow.parts["exposed messages"] > usual.parts["exposed messages"]
     assert slow.parts["kernel forward"] == usual.parts["kernel forward"] > faster.parts["kernel forward"]
     assert usual.total == pytest.approx(sum(usual.parts.values()))
+
+
+@pytest.mark.parametrize("low", [-OPEN, -7, -3, 0])
+@pytest.mark.parametrize("high", [0, 3, 9, OPEN])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (5, 9), (9, 5), (8, 8)])
+def test_pairs_of_a_tile_are_counted(queries, keys, low, high):
+    j_minus_i = np.arange(keys)[None] - np.arange(queries)[:, None]
+    work = cost._StepWork.of_tiles([Tile(0, 3, 10, 10 + queries, 20, 20 + keys, low, high)])
+    assert work.area.tolist() == [3 * ((j_minus_i >= low) & (j_minus_i <= high)).sum()]

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ds_cp import balance, cost
 from ds_cp.attention.ulysses import HeadSplit
+from ds_cp.cards import CARDS, LINKS, Card
 from ds_cp.cli.model_argument import load_config
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN
@@ -58,7 +59,7 @@ def simulate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, config.json, or id of a model in the local cache.")],
     gpus: Annotated[int, typer.Option(min=1, help="Number of ranks that share one sequence.")] = 8,
     per_node: Annotated[int, typer.Option(min=1, help="Number of ranks per node.")] = 8,
-    gpu: Annotated[str, typer.Option(help=f"Card: {', '.join(cost.CARDS)}.")] = "H100",
+    gpu: Annotated[str, typer.Option(help=f"Card: {', '.join(CARDS)}.")] = "H100",
     seq_len: Annotated[int, typer.Option(min=1, help="Number of tokens per row.")] = 131072,
     lengths: Annotated[
         Path | None,
@@ -68,12 +69,12 @@ def simulate(
     output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Predict the time of a layer for every method and split, without a card. Predicted, not measured."""
-    if gpu not in cost.CARDS:
-        raise typer.BadParameter(f"known cards: {', '.join(cost.CARDS)}", param_hint="--gpu")
+    if gpu not in CARDS:
+        raise typer.BadParameter(f"known cards: {', '.join(CARDS)}", param_hint="--gpu")
     config = load_config(model).get_text_config(decoder=True)
     shape = _shape(config)
     rows = list(_rows(lengths, seq_len)) if lengths else [[seq_len]]
-    card = cost.CARDS[gpu]
+    card = CARDS[gpu]
     console = Console()
     lines = []
     table = Table(
@@ -123,12 +124,12 @@ def predict(shape: cost.AttentionShape, documents: Sequence[int], ranks: int, pe
         documents: Lengths of the documents of one row, causal each.
         ranks: Ranks that share the row.
         per_node: Ranks per node; a ring that crosses nodes uses the link between nodes.
-        gpu: Name of the card in :data:`ds_cp.cost.CARDS`.
+        gpu: Name of the card in :data:`ds_cp.cards.CARDS`.
 
     Returns:
         One entry per split, of its slowest rank.
     """
-    card, seq_len = cost.CARDS[gpu], sum(documents)
+    card, seq_len = CARDS[gpu], sum(documents)
     found = Documents.find(1, seq_len, boundaries=np.cumsum([0, *documents]))
     segments = found.segments(CAUSAL)
     starts = np.cumsum([0, *documents]).tolist()
@@ -139,7 +140,7 @@ def predict(shape: cost.AttentionShape, documents: Sequence[int], ranks: int, pe
         if HeadSplit.plan(shape.query_heads, shape.kv_heads, ulysses) is None or shape.query_heads % ulysses:
             continue
         ring = ranks // ulysses
-        link = cost.LINKS[gpu if ranks <= per_node or ring == 1 else "ib"]
+        link = LINKS[gpu if ranks <= per_node or ring == 1 else "ib"]
         usual, packed = ("zigzag", "balanced") if ring > 1 else ("contiguous", "contiguous")
         layout = balance.choose(seq_len, ring, ulysses, usual, packed, found)
         times = [
@@ -180,7 +181,7 @@ def _weights_per_layer(config: Any) -> int:
     return int(attention + 3 * hidden * config.intermediate_size)
 
 
-def _linear_seconds(config: Any, tokens: int, card: cost.Card, checkpointing: bool) -> float:
+def _linear_seconds(config: Any, tokens: int, card: Card, checkpointing: bool) -> float:
     """Seconds of a layer's matrix products on a rank's tokens: forward, backward, and the forward again if checkpointed."""
     passes = 4 if checkpointing else 3
     return 2 * passes * _weights_per_layer(config) * tokens / (card.peak * MATMUL_SHARE)
@@ -209,7 +210,7 @@ def published_figures() -> Iterator[tuple[str, float, float, str]]:
     shape = cost.AttentionShape(32, 8)
     for what, gpu, tokens, ranks, published, source in PUBLISHED:
         if ranks == 1:
-            seconds = cost.ideal_time([Tile(0, 1, 0, tokens, 0, tokens, -OPEN, 0)], 1, shape, cost.CARDS[gpu])
+            seconds = cost.ideal_time([Tile(0, 1, 0, tokens, 0, tokens, -OPEN, 0)], 1, shape, CARDS[gpu])
         else:
             splits = predict(shape, [tokens], ranks, ranks, gpu)
             seconds = next(split.time.total for split in splits if split.ulysses == 1)
