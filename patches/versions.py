@@ -36,6 +36,12 @@ def ranges(extra: str = "") -> dict[str, SpecifierSet]:
     }
 
 
+@cache
+def installed_version(name: str) -> str:
+    """Version of an installed distribution. Cached, since each call would parse the metadata file of the distribution."""
+    return metadata.version(name)
+
+
 def outside(declared: dict[str, SpecifierSet]) -> dict[str, str]:
     """Imported libraries whose installed version is outside of its range: distribution to "5.12.0 (>=5.16)"."""
     mismatches = {}
@@ -43,7 +49,7 @@ def outside(declared: dict[str, SpecifierSet]) -> dict[str, str]:
         if name.replace("-", "_") not in sys.modules:
             continue
         try:
-            version = metadata.version(name)
+            version = installed_version(name)
         except metadata.PackageNotFoundError:
             continue
         if not allowed.contains(version, prereleases=True):

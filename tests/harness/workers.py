@@ -277,6 +277,7 @@ def import_everything_once():
     for package in (ds_cp, ds_cp.patches):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
+    ds_cp.patches.versions.check()  # caches the versions of installed packages
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a C++ build that no test needs
     gc.collect()

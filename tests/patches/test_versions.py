@@ -50,7 +50,8 @@ def test_versions_outside_of_the_range_warn_or_are_refused(monkeypatch, installe
 
     with monkeypatch.context() as patched:
         patched.setattr(versions.metadata, "requires", lambda name: DECLARED)
-        patched.setattr(versions.metadata, "version", lambda name: installed.get(name, "0.2"))
+        patched.setitem(sys.modules, "transformers", sys)  # only imported libraries are compared
+        patched.setattr(versions, "installed_version", lambda name: installed.get(name, "0.2"))
         for name in ("trl", "nobody_has_this"):
             patched.setitem(sys.modules, name, sys) if name == "trl" else patched.delitem(sys.modules, name, False)
         if refused:
