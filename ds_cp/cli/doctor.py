@@ -46,7 +46,7 @@ def _activation() -> tuple[bool, str]:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         return False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents torch from loading ds_cp. Unset it."
     if os.environ.get("DS_CP_DISABLE", "") not in ("", "0"):
-        return False, "DS_CP_DISABLE is set: the key would be ignored. Unset it."
+        return False, 'DS_CP_DISABLE is set: "context_parallel" in DeepSpeed configs would be ignored. Unset it.'
     return True, 'on: torch loads ds_cp, which reads "context_parallel" in DeepSpeed configs'
 
 

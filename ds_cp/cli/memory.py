@@ -225,7 +225,7 @@ def _meta_model(job: Job) -> MetaModel:
 
 @cache
 def _layer(job: Job, index: int, chunked_mlps: bool, tokens: int) -> tuple[int, int]:
-    """(bytes saved, bytes held in addition while it runs) of one layer, from the difference between runs of one and of two layers."""
+    """(bytes saved, bytes held in addition while it runs) of one layer: the difference between runs of two layers and of one."""
     (saved_by_one, _), (saved_by_two, peak_of_two) = (
         _meta_model(job).run(index, n, tokens, job.plan, job.saves_inputs_only, chunked_mlps) for n in (1, 2)
     )

@@ -18,6 +18,7 @@ def run_on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     Args:
         world: Number of processes.
         work: A module-level function whose result can be pickled.
+        args: Its arguments; they are pickled, too.
 
     Returns:
         The results, in the order of the ranks.

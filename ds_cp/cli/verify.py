@@ -98,7 +98,7 @@ def verify(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help='DeepSpeed config (JSON); its "context_parallel" is used except for size and method.',
+            help='DeepSpeed config (JSON); its "context_parallel" is used without size, method and ulysses_size.',
         ),
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Number of gloo processes on this machine.")] = 2,
@@ -108,7 +108,7 @@ def verify(
     ] = False,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="Compare only this method; may be repeated. A method named here must not refuse the model."),
+        typer.Option(help="Compare only this method; may be repeated. If it refuses the model, the exit status is 1."),
     ] = None,
     stages: Annotated[
         bool, typer.Option(help='Compare each ZeRO stage, too, with the method that "auto" chooses.')
