@@ -256,8 +256,8 @@ def rows_sent(layer_segments: LayerSegments, ring_runs: Sequence[Sequence[Run]])
 
 def _rows_received(segments: np.ndarray, runs: Sequence[Run]) -> int:
     """Number of rows that the queries in a rank's runs need and that lie outside of the runs."""
-    held = np.array(runs)
-    starts, stops = [held[:, 0]], [held[:, 1]]
+    own_runs = np.array(runs)
+    starts, stops = [own_runs[:, 0]], [own_runs[:, 1]]
     for start, stop in runs:
         q0, q1 = np.maximum(segments[:, Q_START], start), np.minimum(segments[:, Q_STOP], stop)
         k0 = np.maximum(segments[:, K_START], q0 - segments[:, LEFT])
@@ -265,7 +265,7 @@ def _rows_received(segments: np.ndarray, runs: Sequence[Run]) -> int:
         beyond = (q0 < q1) & (k0 < k1) & ((k0 < start) | (k1 > stop))
         starts.append(k0[beyond])
         stops.append(k1[beyond])
-    return _covered(np.concatenate(starts), np.concatenate(stops)) - int((held[:, 1] - held[:, 0]).sum())
+    return _covered(np.concatenate(starts), np.concatenate(stops)) - int((own_runs[:, 1] - own_runs[:, 0]).sum())
 
 
 def _covered(starts: np.ndarray, stops: np.ndarray) -> int:

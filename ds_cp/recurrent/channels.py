@@ -42,10 +42,11 @@ class ChannelSplit:
     @staticmethod
     @cache
     def plan(heads: int, groups: int, ranks: int) -> "ChannelSplit":
-        """The most even split in which each rank's heads lie in one group or fill whole groups.
+        """Plan a split that is as even as possible.
 
-        If it does not exist, whole groups are split, provided that there is one for each rank. If that is not the case, groups
-        are repeated by the least factor that makes either possible.
+        Heads are split as evenly as possible if each rank's heads then lie in one group or fill whole groups. Otherwise whole
+        groups are split, if there are at least as many as ranks. Otherwise groups are repeated by the least factor with which
+        one of the two is possible.
         """
         if heads % groups:
             raise ValueError(f"{heads} heads are no multiple of {groups} groups")
