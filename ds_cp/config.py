@@ -51,7 +51,8 @@ class ContextParallelConfig(BaseModel):
         '"hybrid" runs ulysses over neighbouring ranks and a ring over the rest. '
         '"allgather" sends the same rows as "ring", all of them at once. '
         '"auto" chooses "ulysses" where the heads divide evenly by size and the ranks lie inside one node, otherwise '
-        '"hybrid" with the largest ulysses_size that fits heads and node, otherwise "ring".',
+        '"hybrid" with the largest ulysses_size that fits heads and node, otherwise "ring". A batch with packed documents may '
+        "use another of these methods on the same ranks, if its predicted time is lower.",
     )
     ulysses_size: int | Auto = Field(
         "auto",

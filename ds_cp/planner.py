@@ -11,7 +11,7 @@ from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.config import KEY, ConfigError, ContextParallelConfig
 
 MAX_SPLITS = 4
-"""Splits that packed batches choose among: each further one has communicators of its own."""
+"""Largest number of splits that a packed batch chooses among. Each further split has communicators of its own."""
 
 DEFAULT_KV_BLOCK = 8192
 """Tokens per block of K and V for ``"offload_kv": true``."""
@@ -144,9 +144,7 @@ def resolve(config: ContextParallelConfig, facts: ModelFacts, node_size: int, de
     if config.method == "auto" and config.ulysses_size == "auto":
         others = (u for u in _even_in_node(facts, size, node_size) if u != ulysses)
         splits += [Split(size // u, u, *_layout(config, size // u)[:2]) for u in others]
-        splits = sorted(splits[:1] + splits[1:], key=lambda split: (split.ulysses != ulysses, split.ulysses))[
-            :MAX_SPLITS
-        ]
+        splits = sorted(splits, key=lambda split: (split.ulysses != ulysses, split.ulysses))[:MAX_SPLITS]
     if len(splits) > 1:
         method_reason += (
             f"; packed rows use the fastest of {', '.join(split.name for split in splits)} by predicted time"
