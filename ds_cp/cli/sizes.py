@@ -64,12 +64,19 @@ SIZES: dict[str, int | float] = {
 }
 """The value of each size in a tiny model, by its names in configs."""
 
-DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob",
-            "resid_pdrop", "embd_pdrop", "dropout", "activation_dropout", "embedding_dropout", "layerdrop",
-            "resid_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise", "embed_dropout", "classifier_dropout", "dropout_rate", "ffn_dropout")  # fmt: skip
+# fmt: off
+DROPOUT_NAMES = (
+    "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop",
+    "embd_pdrop", "dropout", "activation_dropout", "embedding_dropout", "layerdrop", "resid_dropout", "residual_dropout",
+    "router_jitter_noise", "input_jitter_noise", "embed_dropout", "classifier_dropout", "dropout_rate", "ffn_dropout",
+)
+"""Names of dropout probabilities and of other random noise, all of which are 0 in a tiny model."""
 
-KV_HEAD_NAMES = ("num_key_value_heads", "kv_n_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
-                  "num_global_key_value_heads")  # fmt: skip
+KV_HEAD_NAMES = (
+    "num_key_value_heads", "kv_n_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads",
+    "num_global_key_value_heads",
+)
+# fmt: on
 
 CAUSAL_LM_CONFIGS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 """By model type, the attribute of the config that its causal LM class expects instead of the config itself."""
