@@ -3,12 +3,13 @@
 import ast
 import json
 import os
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness.paths import ROOT
+from harness.paths import DATA, ROOT
 from harness.processes import run_python
 
 WATCHED = {"deepspeed.runtime.config", "accelerate.utils.deepspeed", "accelerate.commands.config.config_args"}
@@ -27,31 +28,14 @@ FIRST_IMPORTS = [
     "import accelerate.commands.launch",
 ]
 
-# Python imports `sitecustomize` at start. This one replaces `ds_cp.patches` by a module that records its calls.
-STAND_IN = """
-import os, sys, types
-
-def on_import(name):
-    module = sys.modules[name]
-    ready = {"deepspeed.runtime.config": "DeepSpeedConfig", "accelerate.utils.deepspeed": "HfDeepSpeedConfig",
-             "accelerate.commands.config.config_args": "ClusterConfig"}
-    torch = sys.modules.get("torch")
-    with open(os.environ["RECORD_TO"], "a") as out:
-        print(name, hasattr(module, ready[name]), hasattr(torch, "compile"), file=out)
-    if os.environ.get("RECORD_THEN") == "raise":
-        raise ValueError("a fault in a patch")
-
-stand_in = types.ModuleType("ds_cp.patches")
-stand_in.on_import = on_import
-sys.modules["ds_cp.patches"] = stand_in
-"""
+RECORDER = DATA / "programs" / "recording_sitecustomize.py"
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
     """A folder for PYTHONPATH with the `sitecustomize` that replaces `ds_cp.patches`."""
     folder = tmp_path_factory.mktemp("stand_in")
-    (folder / "sitecustomize.py").write_text(STAND_IN)
+    shutil.copy(RECORDER, folder / "sitecustomize.py")
     return folder
 
 
@@ -204,7 +188,7 @@ def test_two_import_hooks_that_delegate_to_each_other_terminate(tmp_path):
         "import accelerate.utils.deepspeed as m\n"
         "assert m.HfDeepSpeedConfig is object\n"
     )
-    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    shutil.copy(RECORDER, tmp_path / "sitecustomize.py")
     record_to = tmp_path / "record"
     done = run_python(code, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", RECORD_TO=str(record_to))
     assert done.returncode == 0, done.stderr

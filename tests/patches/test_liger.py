@@ -1,17 +1,19 @@
 """Liger's loss on local tokens. The released package needs Triton, so a stand-in has its names and signatures."""
 
 import functools
+import importlib.util
 import sys
 import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from harness import batches, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.models import ModelSpec
+from harness.paths import DATA
 
+LIGER = "liger_kernel.transformers.model.llama"
 LLAMA = ModelSpec("llama")
 RING = {"size": 2, "method": "ring"}
 PACKED = BatchSpec("packed", 1, 53)
@@ -20,40 +22,12 @@ PACKED = BatchSpec("packed", 1, 53)
 # ---- Liger: a stand-in with the released package's names and signatures, for its kernels need Triton ------
 
 
-def liger_loss(
-    hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None,
-    final_logit_softcapping=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs,
-):  # fmt: skip
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    logits = hidden_states.view(-1, hidden_size) @ lm_head_weight.t()
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(logits, shift_labels.view(-1), ignore_index=ignore_index, reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-LIGERS_FORWARD = '''
-def lce_forward(self, input_ids=None, labels=None, skip_logits=None, **kwargs):
-    hidden = self.model(input_ids=input_ids, **{k: v for k, v in kwargs.items() if k not in ("shift_labels", "num_items_in_batch")})[0]
-    kwargs = {k: kwargs[k] for k in ("shift_labels", "num_items_in_batch") if k in kwargs}
-    if self.training if skip_logits is None else skip_logits:
-        loss = LigerForCausalLMLoss(hidden_states=hidden, lm_head_weight=self.lm_head.weight, labels=labels,
-                                    hidden_size=self.config.hidden_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=None)
-    logits = self.lm_head(hidden)
-    loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-    return CausalLMOutputWithPast(loss=loss, logits=logits)
-'''  # fmt: skip
-
-
 def apply_liger(model):
-    """As ``_apply_liger_kernel_to_instance`` leaves a model: with a forward of a module of Liger's."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    module = types.ModuleType("liger_kernel.transformers.model.llama")
-    module.LigerForCausalLMLoss, module.CausalLMOutputWithPast = liger_loss, CausalLMOutputWithPast
-    exec(LIGERS_FORWARD, module.__dict__)
-    sys.modules[module.__name__] = module
+    """Bind Liger's forward to a model, as ``_apply_liger_kernel_to_instance`` does."""
+    spec = importlib.util.spec_from_file_location(LIGER, DATA / "programs" / "liger_llama.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[LIGER] = module
     model.forward = types.MethodType(module.lce_forward, model)
 
 
@@ -90,7 +64,7 @@ def asks_for_accuracy():
     model = models.build(LLAMA).train()
     apply_liger(model)
     ds_cp.context_parallel(model, RING)
-    llama = sys.modules["liger_kernel.transformers.model.llama"]
+    llama = sys.modules[LIGER]
     llama.LigerForCausalLMLoss = functools.partial(llama.LigerForCausalLMLoss, return_token_accuracy=True)
     model(**batches.make(PACKED).inputs)
 

@@ -2,9 +2,9 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from ds_cp import patches
 from ds_cp.config import ConfigError
 from harness import engine, models, training
 from harness.models import ModelSpec
+from harness.paths import DATA
 from harness.training import ROWS, RowDataset, json_for, pad_right
 
 LLAMA = ModelSpec("llama")
@@ -150,37 +151,11 @@ def test_the_key_in_accelerates_own_config_is_refused(tmp_path, name):
         load_config_from_file(str(file))
 
 
-BUILD = """
-    import deepspeed.ops
-    import torch
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a C++ build that the test does not need
-    from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64,
-                                         num_attention_heads=4, num_key_value_heads=4))
-    data = torch.utils.data.DataLoader(torch.arange(64).repeat(3, 1), batch_size=1)
-"""
-SCRIPT = """
-    import json, os, sys
-    from accelerate import Accelerator
-    from accelerate.utils import DummyOptim
-    accelerator = Accelerator()
-    model, optimizer, data = accelerator.prepare(model, DummyOptim(model.parameters()), data)
-    losses = []
-    for ids in data:
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    with open(sys.argv[1] + os.environ["RANK"], "w") as file:
-        json.dump([losses, model.module.config._attn_implementation], file)
-    torch.distributed.destroy_process_group()
-"""
+PROGRAMS = DATA / "programs"
 
 
 def one_process():
-    made, losses = {}, []
-    exec(textwrap.dedent(BUILD), made)
+    made, losses = runpy.run_path(str(PROGRAMS / "tiny_llama.py")), []
     optimizer = torch.optim.SGD(made["model"].parameters(), lr=0.5)
     for ids in made["data"]:
         loss = made["model"](input_ids=ids, labels=ids).loss
@@ -194,12 +169,11 @@ def one_process():
 @pytest.mark.slow
 def test_accelerate_launch_shares_the_sequences(tmp_path):
     """The real launcher in new processes. The entry point activates ds_cp, and the config is given by its path."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(BUILD + SCRIPT))
     config = training.json_for({"size": 2}, 1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     (tmp_path / "ds.json").write_text(json.dumps(config))
     command = [
         Path(sys.executable).with_name("accelerate"), "launch", "--use_deepspeed", "--num_processes=2",
-        f"--deepspeed_config_file={tmp_path / 'ds.json'}", tmp_path / "train.py", tmp_path / "rank",
+        f"--deepspeed_config_file={tmp_path / 'ds.json'}", PROGRAMS / "train_with_accelerate.py", tmp_path / "rank",
     ]  # fmt: skip
     subprocess.run(list(map(str, command)), check=True, timeout=170, env=os.environ | {"ACCELERATE_USE_CPU": "false"})
     for rank in range(2):
