@@ -115,7 +115,7 @@ def _refuse_key_in_launch_config(original: Callable) -> Callable:
 def install() -> None:
     """Refuse combinations that would ignore the key, and count batches, samples and steps by data-parallel worker."""
     import accelerate.accelerator as module
-    from accelerate import scheduler
+    from accelerate import data_loader, scheduler
     from accelerate.data_loader import DataLoaderDispatcher
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
@@ -130,6 +130,8 @@ def install() -> None:
     patches.replace(module, "prepare_data_loader", _load_by_dp_rank, why, "num_processes", "process_index")
     patches.require(module.Accelerator, "prepare_data_loader", why, "prepare_data_loader")
     patches.replace(DataLoaderDispatcher, "__init__", _dispatch_by_dp_rank, why, "state", "slice_fn")
+    why = "batches are read on the host, where their tensors come from"
+    patches.replace(data_loader, "send_to_device", _remember_host_tensors, why)
 
     why = "metrics count each group's samples once"
     patches.replace(
@@ -191,6 +193,19 @@ def _load_by_dp_rank(original: Callable) -> Callable:
         return original(dataloader, device, num_processes, process_index, **kwargs)
 
     return prepare_data_loader
+
+
+def _remember_host_tensors(original: Callable) -> Callable:
+    """``accelerate.data_loader.send_to_device``, by which loaders move batches to the device."""
+    from ds_cp.patches.transformers import host_copies
+
+    @functools.wraps(original)
+    def send_to_device(tensor, device, *args, **kwargs):
+        sent = original(tensor, device, *args, **kwargs)
+        host_copies.remember(tensor, sent)
+        return sent
+
+    return send_to_device
 
 
 def _seed_loader_workers(dataloader: Any, dp_rank: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from ds_cp.agreement import BatchError
 from ds_cp.mask.documents import Documents
 from ds_cp.patches.transformers import masks
+from ds_cp.patches.transformers.host_copies import HostCopies
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -105,10 +106,21 @@ def dense_mask(arguments: Mapping[str, Any], batch: int, seq_len: int) -> torch.
 # ---- documents ---------------------------------------------------------------------------------------------------
 
 
-def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documents:
+def document_tensors(arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that :func:`documents` reads."""
+    mask = mask_of(arguments)
+    names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+    tensors = [value for value in map(arguments.get, names) if isinstance(value, torch.Tensor)]
+    return tensors + ([mask] if isinstance(mask, torch.Tensor) and mask.dim() == 2 else [])
+
+
+def documents(arguments: Mapping[str, Any], batch: int, seq_len: int, host: HostCopies) -> Documents:
     """Documents and padding, from positions, the 2-D mask, ``cu_seq_lens_q`` and ``seq_idx``.
 
     A dense mask describes packing and padding completely, as in transformers, so each row is then one document.
+
+    Args:
+        host: Copies of :func:`document_tensors`.
     """
     mask = mask_of(arguments)
     if dense_mask(arguments, batch, seq_len) is not None:
@@ -122,20 +134,20 @@ def documents(arguments: Mapping[str, Any], batch: int, seq_len: int) -> Documen
         )
     if mask is not None and tuple(mask.shape) != (batch, seq_len):
         raise BatchError(f"attention_mask has shape {tuple(mask.shape)} for a batch of {batch} x {seq_len} tokens.")
-    positions = arguments.get("position_ids")
-    if positions is not None and positions.dim() == 3:  # M-RoPE: [3, B, S] without text positions, [4, B, S] with them
-        positions = positions[0] if positions.size(0) == 4 else None
-    boundaries, key_boundaries = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
-    if boundaries is not None and key_boundaries is not None and not torch.equal(boundaries, key_boundaries):
+    positions = host.array(arguments.get("position_ids"))
+    if positions is not None and positions.ndim == 3:  # M-RoPE: [3, B, S] without text positions, [4, B, S] with them
+        positions = positions[0] if len(positions) == 4 else None
+    boundaries, key_boundaries = host.array(arguments.get("cu_seq_lens_q")), host.array(arguments.get("cu_seq_lens_k"))
+    if boundaries is not None and key_boundaries is not None and not np.array_equal(boundaries, key_boundaries):
         raise BatchError("cu_seq_lens_q and cu_seq_lens_k differ; a decoder's queries and keys are the same tokens.")
-    unmasked = _numpy(mask)
+    unmasked = host.array(mask)
     return Documents.find(
         batch,
         seq_len,
-        positions=_numpy(positions),
+        positions=positions,
         unmasked=None if unmasked is None else unmasked != 0,
-        boundaries=_numpy(boundaries),
-        seq_idx=_numpy(arguments.get("seq_idx")),
+        boundaries=boundaries,
+        seq_idx=host.array(arguments.get("seq_idx")),
     )
 
 
@@ -199,21 +211,18 @@ def check_shapes(arguments: Mapping[str, Any], labels: torch.Tensor | None, batc
 def tensors_to_compare(arguments: Mapping[str, Any], call: TaskHeadCall) -> list[torch.Tensor]:
     """The tensors that must be equal on all ranks of a group, those in deferred masks included.
 
-    The digest skips floats, which may differ by rounding between ranks. For embeddings, the ids that the task head
-    computed them from are compared instead.
+    Floats are left out: they may differ by rounding between ranks. For embeddings, the ids that the task head computed them
+    from are compared instead.
     """
     tensors: list[torch.Tensor] = []
     for _, value in sorted(arguments.items()):
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         masks.map_deferred(value, lambda mask: tensors.extend(mask.tensors()))
-    return tensors + [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
+    tensors += [value for value in (call.labels, call.input_ids) if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if not tensor.is_floating_point()]
 
 
 def describe(value: Any) -> str:
     """What an argument is, for messages."""
     return "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
-
-
-def _numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.detach().cpu().numpy()

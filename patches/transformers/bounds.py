@@ -1,19 +1,20 @@
 """Checks that indices into tables (ids, positions, token types, labels) lie inside the tables, before they are sharded.
 
 If only one rank holds an index that is too large, only that rank fails, on a GPU without a readable message, and the other
-ranks of its group wait for it. Every rank has the full batch, so every rank checks all of it. One read of the device
-fetches the extremes of all index tensors.
+ranks of its group wait for it. Every rank has the full batch, so every rank checks all of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from ds_cp.agreement import BatchError
+from ds_cp.patches.transformers.host_copies import HostCopies, original
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.patches.transformers.models import positions
 
@@ -47,6 +48,15 @@ class Lookup:
     high: int
     table: str
 
+    @cached_property
+    def extremes(self) -> torch.Tensor:
+        """The smallest and the largest index, [2] int64; zeros for an empty tensor. On the host if the host has the indices."""
+        if not isinstance(self.indices, torch.Tensor):
+            return torch.tensor(self.indices)
+        if not self.indices.numel():
+            return torch.zeros(2, dtype=torch.int64)
+        return torch.stack(torch.aminmax(original(self.indices).detach())).long()
+
 
 def position_tables(stack: nn.Module) -> tuple[str, ...]:
     """Paths of a stack's position tables. If each layer has a buffer of the same name, the first of them."""
@@ -61,20 +71,19 @@ def position_tables(stack: nn.Module) -> tuple[str, ...]:
     return tuple(paths.values())
 
 
-def check(stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any], call: TaskHeadCall) -> None:
-    """Check all indices of a stack and of its task head's loss.
+def lookups_of(
+    stack: nn.Module, tables: tuple[str, ...], arguments: Mapping[str, Any], call: TaskHeadCall
+) -> list[Lookup]:
+    """All lookups of a stack and of its task head's loss.
 
     Args:
         tables: Paths of the stack's position tables.
         arguments: The stack's arguments by name, of the whole batch.
-
-    Raises:
-        BatchError: Names the argument, the index and the table.
     """
     lookups = [*_lookups_by_token(stack, arguments), *_lookups_by_position(stack, tables, arguments)]
     if call.targets is not None and call.vocab and not call.targets.is_floating_point():
         lookups.append(label_lookup(call.targets, call.vocab, call.ignore_index))
-    refuse_out_of_range(lookups)
+    return lookups
 
 
 def label_lookup(targets: torch.Tensor, vocab: int, ignore_index: int) -> Lookup:
@@ -82,31 +91,25 @@ def label_lookup(targets: torch.Tensor, vocab: int, ignore_index: int) -> Lookup
     return Lookup("labels", targets.masked_fill(targets == ignore_index, 0), 0, vocab - 1, "the vocabulary")
 
 
-def refuse_out_of_range(lookups: list[Lookup]) -> None:
+def refuse_out_of_range(lookups: list[Lookup], host: HostCopies | None = None) -> None:
     """Raise for the first lookup with an index that its table does not have.
+
+    Args:
+        host: Copies of the lookups' :attr:`Lookup.extremes`; by default they are read here.
 
     Raises:
         BatchError: Names the argument, the index and the table.
     """
-    extremes = _extremes([lookup.indices for lookup in lookups])
-    for lookup, (smallest, largest) in zip(lookups, extremes, strict=True):
+    host = HostCopies(lookup.extremes for lookup in lookups) if host is None else host
+    for lookup in lookups:
+        array = host.array(lookup.extremes)
+        assert array is not None
+        smallest, largest = array.tolist()
         if smallest < lookup.low or largest > lookup.high:
             raise BatchError(
                 f"{lookup.name} holds {smallest if smallest < lookup.low else largest}, but {lookup.table} goes from {lookup.low} "
                 f"to {lookup.high}: only the rank with that token would fail, and the others of its group would wait for it."
             )
-
-
-def _extremes(indices: list[Indices]) -> list[tuple[int, int]]:
-    """The smallest and the largest index of each lookup, with one read of the device; (0, 0) for an empty tensor."""
-    extremes = [(0, 0) if isinstance(each, torch.Tensor) else each for each in indices]
-    tensors = {i: each for i, each in enumerate(indices) if isinstance(each, torch.Tensor) and each.numel()}
-    if tensors:
-        device = next(iter(tensors.values())).device
-        pairs = [torch.stack(torch.aminmax(each.detach())).to(device, torch.int64) for each in tensors.values()]
-        for i, (smallest, largest) in zip(tensors, torch.stack(pairs).tolist(), strict=True):
-            extremes[i] = smallest, largest
-    return extremes
 
 
 def _lookups_by_token(stack: Any, arguments: Mapping[str, Any]) -> Iterator[Lookup]:

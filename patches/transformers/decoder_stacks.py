@@ -21,6 +21,7 @@ from ds_cp.mesh import Mesh
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers import bounds, masks, prefill, shard_batch, structure, support
 from ds_cp.patches.transformers.ambient import begin_stack, current_region, current_task_head, end_stack
+from ds_cp.patches.transformers.host_copies import HostCopies
 from ds_cp.patches.transformers.losses.task_head_call import TaskHeadCall
 from ds_cp.planner import Plan
 from ds_cp.region import Region
@@ -149,14 +150,18 @@ def _open_region(
         support.refuse_call(module, arguments, call)
         batches.check_shapes(arguments, call.labels if call.keeps_local else None, *shape)
         batches.refuse_dropped_arguments(call.batch_facts, arguments)
-        documents = batches.documents(arguments, *shape)
+        checks = plan.checks != "off"
+        lookups = bounds.lookups_of(module, stack.position_tables, arguments, call) if checks else []
+        compares_contents = checks and (plan.checks == "every_step" or kind not in stack.compared)
+        contents = batches.tensors_to_compare(arguments, call) if compares_contents else []
+        extremes = [lookup.extremes for lookup in lookups]
+        host = HostCopies([*batches.document_tensors(arguments), *extremes, *contents])
+        documents = batches.documents(arguments, *shape, host)
         split, layout = splits.choose(plan, shape[1], documents, stack.rules)
-        if plan.checks != "off":
-            bounds.check(module, stack.position_tables, arguments, call)
+        if checks:
+            bounds.refuse_out_of_range(lookups, host)
             # Split, layout and schedule follow from the documents, which are on the host: they are compared in every step.
-            compares_contents = plan.checks == "every_step" or kind not in stack.compared
-            contents = batches.tensors_to_compare(arguments, call) if compares_contents else []
-            digest = digest_of([*documents.ranges, *contents])
+            digest = digest_of([*documents.ranges, *map(host.array, contents)])
     except (BatchError, ValueError) as problem:
         error = str(problem)
     except Exception as problem:  # the other ranks of the group must learn of any error, or they wait for this one

@@ -14,6 +14,7 @@ import torch
 from ds_cp.agreement import BatchError
 from ds_cp.patches.transformers import batch as batches
 from ds_cp.patches.transformers.ambient import begin_task_head, end_task_head
+from ds_cp.patches.transformers.host_copies import original
 from ds_cp.patches.transformers.losses import causal_lm, label_smoothing
 from ds_cp.patches.transformers.losses.deferred_logits import DeferredLogits
 from ds_cp.patches.transformers.losses.local_logits import LocalLogits
@@ -81,7 +82,9 @@ def _new_call(model: torch.nn.Module, arguments: dict[str, Any], keeps_all_logit
     if call.keeps_local and not call.loss_after_head:
         # The loss shifts labels to the left, so it never uses the label of a row's first token.
         is_shifted = shift_labels is not None or not isinstance(labels, torch.Tensor)
-        call.targets = shift_labels if is_shifted else labels[..., 1:]
+        targets = shift_labels if is_shifted else labels
+        if isinstance(targets, torch.Tensor):
+            call.targets = original(targets) if is_shifted else original(targets)[..., 1:]
         call.vocab = _vocab_size(model)
         call.ignore_index = arguments.get("ignore_index", call.ignore_index)
     is_training = model.training and torch.is_grad_enabled()
