@@ -204,7 +204,8 @@ def _layers(job: Job, tokens: int) -> tuple[float, float]:
     chunked = job.plan.tiled_mlp
     if chunked is None:
         chunked = tokens * token_bytes > chunked_mlp.LARGE_BYTES
-    measured = max(MIN_TOKENS, 2 * chunked_mlp.CHUNK_BYTES // max(1, token_bytes)) if chunked else MIN_TOKENS
+    chunk_bytes = chunked_mlp.CHUNK_BYTES * chunked_mlp.DEVICE_FACTOR
+    measured = max(MIN_TOKENS, 2 * chunk_bytes // max(1, token_bytes)) if chunked else MIN_TOKENS
     total, largest = 0.0, 0.0
     for index, count in _meta_model(job).layer_kinds:
         saved: float

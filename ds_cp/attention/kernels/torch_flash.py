@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import Iterable, NamedTuple, Sequence
 
 import torch
@@ -153,16 +154,20 @@ class TorchCudaKernel(FlashKernel):
         launch: Launch,
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Without dropout the kernel never reads its random state. None for cu_seqlens becomes the undefined tensor, which
-        # torch's own dense backward passes, too.
-        no_rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
+        # None for cu_seqlens becomes the undefined tensor, which torch's own dense backward passes, too.
+        no_rng, unused = _no_random_state(q.device)
         dq, dk, dv = aten._flash_attention_backward(
             grad_out.contiguous(), q, k, v, out.contiguous(), lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k,
             0.0, launch.causal, no_rng, unused,
             scale=score.scale, window_size_left=launch.left, window_size_right=launch.right,
         )  # fmt: skip
         return dq, dk, dv
+
+
+@cache
+def _no_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The random state of a backward pass without dropout, which the kernel never reads; made once, not per launch."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 def _forward_cpu(
