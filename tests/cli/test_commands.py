@@ -191,6 +191,7 @@ def test_a_gradient_that_is_missing_or_wrong_is_an_error():
     assert compare.errors(2.0, unknown, reference).by_parameter["c"] > 1
 
 
+@pytest.mark.timeout(240)  # starts new processes
 def test_bench_prints_ratios_and_counts_bytes(tmp_path):
     output = tmp_path / "bench.json"
     code, text = run_command("bench", "attention", "--seq-len", "256", "--repeats", "1", "--output", output)
