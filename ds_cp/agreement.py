@@ -19,10 +19,10 @@ from ds_cp.config import KEY, ConfigError
 from ds_cp.planner import Plan
 from ds_cp.process_group import Group
 
-MODES = ("without labels", "with labels", "with a cache")
+MODES = ("hidden states gathered", "hidden states kept local", "a KV cache filled")
 """Kinds of a forward pass: hidden states are gathered; they stay sharded and only the loss is computed; a KV cache is
 filled."""
-WITH_CACHE = MODES.index("with a cache")
+WITH_CACHE = MODES.index("a KV cache filled")
 
 
 class BatchError(RuntimeError):

@@ -15,8 +15,9 @@ import numpy as np
 
 from ds_cp.attention.ulysses import HeadSplit
 from ds_cp.cards import LAUNCH, STREAMED, Card, Curve, Link
+from ds_cp.layout import total_length
 from ds_cp.mask.rules import OPEN
-from ds_cp.mask.schedule import Step, count
+from ds_cp.mask.schedule import Step
 from ds_cp.mask.tile import Tile
 
 
@@ -110,7 +111,7 @@ def attention_time(
     local = AttentionShape(max(split.query_heads), max(split.kv_heads), shape.dim, shape.value_dim, shape.item)
     time = Time()
     streams = _Streams(card, link, time)
-    shard = count(steps[0].rows) * batch  # tokens of the ring shard
+    shard = total_length(steps[0].rows) * batch  # tokens of the ring shard
     q_bytes = shard * local.query_heads * shape.item
     kv_bytes = shard * local.kv_heads * shape.item
     dims = shape.dim + shape.value_dim
@@ -134,7 +135,7 @@ def attention_time(
 def _forward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, card: Card, batch: int) -> None:
     row = batch * shape.kv_heads * (shape.dim + shape.value_dim) * shape.item
     sends = any(step.target_rows for step in steps[1:])
-    streams.copy("copies", 2 * count(steps[0].rows) * row * sends)
+    streams.copy("copies", 2 * total_length(steps[0].rows) * row * sends)
     work = [_StepWork.of(step) for step in steps]
     single = sum(each.launches for each in work) == 1
     out = batch * shape.query_heads * shape.value_dim
@@ -149,7 +150,7 @@ def _forward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, ca
         elif not single:
             streams.copy("copies", each.queries * out * (shape.item + 4))
     if not single:
-        streams.copy("copies", count(steps[0].rows) * out * (4 + shape.item))
+        streams.copy("copies", total_length(steps[0].rows) * out * (4 + shape.item))
 
 
 def _backward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, card: Card, batch: int) -> None:
@@ -170,8 +171,8 @@ def _backward(streams: _Streams, steps: Sequence[Step], shape: AttentionShape, c
             streams.copy("copies", batch * each.keys * shape.kv_heads * dims * (shape.item + 4))
         if number:
             streams.wait(returned)  # the message before is added to this rank's gradients
-            streams.copy("copies", count(steps[number - 1].target_rows) * gradient_row * 3 * (number > 1))
-            sent, received = count(steps[number].rows), count(steps[number].target_rows)
+            streams.copy("copies", total_length(steps[number - 1].target_rows) * gradient_row * 3 * (number > 1))
+            sent, received = total_length(steps[number].rows), total_length(steps[number].target_rows)
             returned = streams.send(sent * gradient_row, received * gradient_row)
     streams.wait(returned)
 
@@ -240,7 +241,7 @@ def _sizes(steps: Sequence[Step], number: int, row: float) -> tuple[float, float
     """Bytes that a rank sends and receives for a step; nothing past the last."""
     if number >= len(steps):
         return 0.0, 0.0
-    return count(steps[number].target_rows) * row, count(steps[number].rows) * row
+    return total_length(steps[number].target_rows) * row, total_length(steps[number].rows) * row
 
 
 def ideal_time(tiles: Sequence[Tile], ranks: int, shape: AttentionShape, card: Card) -> float:

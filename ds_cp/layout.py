@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import Sequence
 
 import torch
 
@@ -139,6 +140,11 @@ class Layout:
 def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:
     (a, b), (c, d) = runs
     return ((a, d),) if b == c else ((a, b), (c, d))
+
+
+def total_length(runs: Sequence[Run]) -> int:
+    """Number of positions or rows in some runs."""
+    return sum(stop - start for start, stop in runs)
 
 
 def slice_runs(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:

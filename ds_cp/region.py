@@ -78,7 +78,8 @@ class Region:
             an encoder's.
         last_position: Largest position in the batch, a scalar tensor.
         attended: The attention and recurrent modules that ran in this region, by id, numbered in the order of their first calls.
-        mixed: Number of calls of each function of the recurrent layers.
+            The attention function and recurrent layers add themselves; the stack's hook counts them.
+        recurrent_calls: Number of calls of each function of the recurrent layers, to notice a layer that bypasses them.
         seed_base: Seed that is equal on ranks whose random number generators were seeded alike; :meth:`seed` depends on it.
         group_seed: ``seed_base`` of the first rank of the context-parallel group; None until :meth:`seed` is called.
     """
@@ -92,7 +93,7 @@ class Region:
     encoder_mask: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
     attended: dict[int, int] = field(default_factory=dict)
-    mixed: Counter[str] = field(default_factory=Counter)
+    recurrent_calls: Counter[str] = field(default_factory=Counter)
     seed_base: int | None = None
     group_seed: int | None = None
     _schedules: dict[tuple[Rule, int | None], tuple[Step, ...]] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class Region:
         return gather_sequence(local, self.layout, self.mesh.cp_group, dim)
 
     @cached_property
-    def positions(self) -> torch.Tensor:
+    def position_in_document(self) -> torch.Tensor:
         """Number of unmasked tokens of the same document before each token, [B, S] int64; 0 for masked tokens."""
         return self._on_device(self.documents.position_in_document)
 
@@ -203,7 +204,7 @@ class Region:
         compressed_keys = None if score.compressed_kv is None else score.compressed_kv.keys
         steps = self.schedule(rule, None if compressed_keys is None else compressed_keys.size(2))
         kernel = kernels.choose(self.plan.kernel, key, value, score)
-        positions = partial(self._ring_positions, query.device)
+        positions = partial(self._global_positions, query.device)
         if chunk is not None:
             make_host_kv = partial(
                 HostKV, steps, self.mesh.ring_group, heads, self.layout.local_len, self.mesh.attention_calls
@@ -222,7 +223,7 @@ class Region:
         """Run a function that mixes the tokens of each head or channel. See :func:`~ds_cp.recurrent.channels.mix`."""
         return channels.mix(function, arguments, dims, out_dims, self.layout, self.mesh.cp_group, self.per_document)
 
-    def _ring_positions(self, device: torch.device, ring_rank: int) -> torch.Tensor:
+    def _global_positions(self, device: torch.device, ring_rank: int) -> torch.Tensor:
         """Global positions of a ring shard's tokens, computed once per batch."""
         if (ring_rank, device) not in self._positions:
             self._positions[ring_rank, device] = self.layout.positions(ring_rank, device)
@@ -233,7 +234,10 @@ class Region:
         if compressed_keys is None:
             return PeerExchange(self.mesh.ring_group, steps, self.plan.prefetch_steps, phase)
         return CompressedKVExchange(
-            PeerExchange(self.mesh.ring_group, steps[:-1], self.plan.prefetch_steps, phase), steps, compressed_keys
+            # the last step is that of the compressed KV, which are not received
+            PeerExchange(self.mesh.ring_group, steps[:-1], self.plan.prefetch_steps, phase),
+            steps,
+            compressed_keys,
         )
 
 

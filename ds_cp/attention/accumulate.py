@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ds_cp.attention.kernels import Kernel, Work, kernel_work
-from ds_cp.mask.schedule import Step, count
+from ds_cp.layout import total_length
+from ds_cp.mask.schedule import Step
 
 
 class RowSlice(NamedTuple):
@@ -73,10 +74,10 @@ def kernel_calls(steps: Sequence[Step], kernel: Kernel, device: torch.device, ba
     cached = steps[0].derived
     cache_key = "calls", kernel, device, batch
     if cache_key not in cached:
-        queries = _UsedRows(batch, count(steps[0].rows))
+        queries = _UsedRows(batch, total_length(steps[0].rows))
         calls, keys_of_steps = [], []
         for step in steps:
-            keys = _UsedRows(batch, count(step.rows))
+            keys = _UsedRows(batch, total_length(step.rows))
             calls.append([_kernel_call(work, queries, keys) for work in kernel_work(step, kernel, device)])
             keys_of_steps.append(keys.coverage())
         if any(step.target_rows for step in steps[1:]):  # other ranks return gradients of this rank's own keys

@@ -5,9 +5,9 @@
 3. merge: combine the tiles' results by their log-sum-exp;
 4. in the backward pass, return dK and dV to the ranks that own the rows.
 
-Methods, layouts and masks differ in data only: in the schedule (:mod:`ds_cp.mask.schedule`), which lists the rows and the
-tiles of each step, and in the :class:`~ds_cp.attention.exchange.Exchange`, which moves the rows. With Ulysses, an
-all-to-all before the four steps exchanges tokens for heads, and one after them exchanges heads for tokens.
+Layouts and masks differ in the schedule only (:mod:`ds_cp.mask.schedule`), which lists the rows and the tiles of each step;
+methods also differ in the :class:`~ds_cp.attention.exchange.Exchange`, which moves the rows. With Ulysses, an all-to-all
+before the four steps exchanges tokens for heads, and one after them exchanges heads for tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ds_cp.attention.merge import merge_partial_attention, merge_sinks, sink_gra
 from ds_cp.attention.saved_attention import SavedAttention
 from ds_cp.attention.score import Score, TileCoordinates
 from ds_cp.attention.ulysses import AllHeads, HeadSharding
-from ds_cp.mask.schedule import REPLICATED, Step, count
+from ds_cp.layout import total_length
+from ds_cp.mask.schedule import REPLICATED, Step
 from ds_cp.profiling import named_range
 
 MakeExchange = Callable[[str], Exchange]
@@ -114,14 +115,14 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         heads, saved = arguments.heads, arguments.saved
         ctx.arguments, ctx.dtypes = arguments, (query.dtype, key.dtype, value.dtype)
-        known = saved.take() if saved else None
-        if known:
+        known = None if saved is None else saved.take()
+        if known is not None:
             out, lse = known
         else:
             q, k, v = heads.to_heads("forward", (query,), (key, value))
             out_per_head, lse = _forward(q, k, v, sinks, arguments)
             (out,) = heads.to_tokens("forward", (out_per_head,))
-        if saved:
+        if saved is not None:
             saved.put(out, lse)
             ctx.save_for_backward(query, key, value, out, lse, sinks)
         else:
@@ -275,10 +276,11 @@ def _with_coordinates(
             yield call, score, None
     elif calls:
         assert arguments.positions is not None
+        # step 0's rows are the queries, also of a chunk of a layer, which are some of the rank's own rows
         q_positions = select_runs(arguments.positions(own_step.source), own_step.rows)
         if step.source == REPLICATED:
             score = score.for_compressed_kv()
-            k_positions = torch.arange(count(step.rows), device=q_positions.device)
+            k_positions = torch.arange(total_length(step.rows), device=q_positions.device)
         else:
             k_positions = select_runs(arguments.positions(step.source), step.rows)
         for call in calls:

@@ -14,8 +14,8 @@ from typing import Iterator, Protocol, Sequence
 
 import torch
 
-from ds_cp.layout import Run
-from ds_cp.mask.schedule import Step, count
+from ds_cp.layout import Run, total_length
+from ds_cp.mask.schedule import Step
 from ds_cp.process_group import Group, Pending
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
@@ -99,7 +99,7 @@ class PeerExchange:
     def return_gradients(self, step: Step, grad_rows: torch.Tensor, own_gradients: KVPair) -> None:
         self._add_received_gradients(own_gradients)
         buffer = self._gradient_buffers.take(
-            grad_rows, (count(step.target_rows), *grad_rows.shape[1:]), grad_rows.dtype
+            grad_rows, (total_length(step.target_rows), *grad_rows.shape[1:]), grad_rows.dtype
         )
         sends = [(step.source, grad_rows)] if len(grad_rows) else []
         receives = [(step.target, buffer)] if len(buffer) else []
@@ -111,7 +111,7 @@ class PeerExchange:
 
     def _start(self, step: Step, rows: torch.Tensor) -> tuple[Pending, torch.Tensor]:
         """Starts to receive a step's rows, and to send those of ``rows`` that another rank uses in the same step."""
-        buffer = self._kv_buffers.take(rows, (count(step.rows), *rows.shape[1:]), rows.dtype)
+        buffer = self._kv_buffers.take(rows, (total_length(step.rows), *rows.shape[1:]), rows.dtype)
         sends = [(step.target, select_runs(rows, step.target_rows))] if step.target_rows else []
         receives = [(step.source, buffer)] if step.rows else []
         pending = self.group.isend_irecv(sends, receives, f"{self.phase} rows from rank {step.source} of the ring")

@@ -19,8 +19,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_cp.attention.exchange import KVPair, pack_rows, unpack_rows
 from ds_cp.attention.ulysses import HeadSharding, Tensors
-from ds_cp.layout import Run, slice_runs
-from ds_cp.mask.schedule import Step, count
+from ds_cp.layout import Run, slice_runs, total_length
+from ds_cp.mask.schedule import Step
 from ds_cp.mask.tile import Tile, intersect
 from ds_cp.process_group import Group
 
@@ -126,7 +126,7 @@ class HostKV:
     _starts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._starts = [*accumulate((count(step.rows) for step in self.steps), initial=0)]
+        self._starts = [*accumulate((total_length(step.rows) for step in self.steps), initial=0)]
 
     @property
     def _memory(self) -> _HostMemory:
@@ -154,7 +154,7 @@ class HostKV:
         kv, empty_key = self._memory.kv, self._memory.empty_key
         for step, start in zip(self.steps[1:], self._starts[1:]):
             for to_send, to_receive in self._messages(step.target_rows, step.rows):
-                received = empty_key.new_empty((count(to_receive), *self._memory.shape[1:]))
+                received = empty_key.new_empty((total_length(to_receive), *self._memory.shape[1:]))
                 sent = torch.cat([kv.read(*run) for run in to_send] or [received[:0]])
                 self._exchange_rows(f"{phase} rows", (step.target, sent), (step.source, received))
                 kv.write(start, received)
@@ -170,7 +170,7 @@ class HostKV:
 
     def fetch(self, step: Step, start: int) -> PendingRows:
         """Starts to copy the rows of a block to the device."""
-        return self._memory.kv.fetch(start, start + count(step.rows))
+        return self._memory.kv.fetch(start, start + total_length(step.rows))
 
     def empty_kv(self) -> KVPair:
         """K and V without rows, the inputs of a chunk's attention. They require grad, so that its backward pass runs."""
@@ -185,9 +185,9 @@ class HostKV:
         gradients = self._memory.gradients
         for step, start in zip(self.steps[1:], self._starts[1:]):
             for to_send, to_receive in self._messages(step.rows, step.target_rows):
-                sent = gradients.read(start, start + count(to_send)).contiguous()
+                sent = gradients.read(start, start + total_length(to_send)).contiguous()
                 start += len(sent)
-                received = sent.new_empty((count(to_receive), *self._memory.shape[1:]))
+                received = sent.new_empty((total_length(to_receive), *self._memory.shape[1:]))
                 self._exchange_rows("backward gradients", (step.source, sent), (step.target, received))
                 for run, rows in zip(to_receive, received.split([stop - first for first, stop in to_receive])):
                     gradients.add(run[0], rows)
@@ -201,7 +201,7 @@ class HostKV:
 
     def _shard_runs(self, chunk: Run) -> Iterator[Run]:
         """The rows of the ring shard that belong to a chunk: all ranks of the ulysses group compute it at the same time."""
-        for start in range(0, count(self.steps[0].rows), self.length):
+        for start in range(0, total_length(self.steps[0].rows), self.length):
             yield start + chunk[0], start + chunk[1]
 
     def _messages(
@@ -209,7 +209,7 @@ class HostKV:
     ) -> Iterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
         """Both directions' rows, a block at a time. Sender and receiver split the rows of a message alike."""
         sends, receives = (
-            [slice_runs(runs, i, i + self.block) for i in range(0, count(runs), self.block)]
+            [slice_runs(runs, i, i + self.block) for i in range(0, total_length(runs), self.block)]
             for runs in (to_send, to_receive)
         )
         yield from zip_longest(sends, receives, fillvalue=())
@@ -241,7 +241,7 @@ class HostKV:
         return Step(own.source, own.target, queries, (), ()), blocks
 
     def _block_rows(self, step: Step, number: int) -> Run:
-        return number * self.block, min(count(step.rows), (number + 1) * self.block)
+        return number * self.block, min(total_length(step.rows), (number + 1) * self.block)
 
 
 def _tiles_of(tile: Tile, queries: Sequence[Run], keys: Run) -> Iterator[Tile]:

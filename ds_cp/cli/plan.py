@@ -14,9 +14,10 @@ from ds_cp import balance
 from ds_cp import config as cp_config
 from ds_cp.cli import memory as memory_estimate
 from ds_cp.cli.model_argument import load_config
+from ds_cp.layout import total_length
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL
-from ds_cp.mask.schedule import count, schedule
+from ds_cp.mask.schedule import schedule
 from ds_cp.planner import ModelFacts, Plan, exchanged_bytes, resolve
 
 GIB = 2**30
@@ -128,7 +129,9 @@ def _table(
         )
     if heads and plan.ring > 1:
         segments = document.segments(CAUSAL)
-        rows = [sum(count(step.target_rows) for step in schedule(segments, layout, r)[1:]) for r in range(plan.ring)]
+        rows = [
+            sum(total_length(step.target_rows) for step in schedule(segments, layout, r)[1:]) for r in range(plan.ring)
+        ]
         share = sum(rows) / (plan.ring * (plan.ring - 1) * layout.local_len * plan.ulysses)
         table.add_row("of the ring's K/V rows", f"{share:.2f} are needed by one causal document")
     return table

@@ -13,7 +13,7 @@ from typing import Any, Iterable, Sequence
 
 import numpy as np
 
-from ds_cp.layout import Layout, Run
+from ds_cp.layout import Layout, Run, total_length
 from ds_cp.mask.rules import BATCH_START, BATCH_STOP, K_START, K_STOP, LEFT, OPEN, Q_START, Q_STOP, RIGHT, expand
 from ds_cp.mask.tile import Tile
 
@@ -21,19 +21,22 @@ from ds_cp.mask.tile import Tile
 def find_tiles(segments: np.ndarray, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> list[Tile]:
     """Tiles between the queries of one rank and the keys of another.
 
+    A *line* in this file is a row of an array of segments, in the making of a tile.
+
     Args:
         segments: int64 [n, 9], in global positions.
         q_runs: Runs of global positions of the queries. Local indices count through the runs in order.
         k_runs: Runs of global positions of the keys.
     """
     if q_runs == k_runs and np.isin(segments[:, [LEFT, RIGHT]], (-1, 0, OPEN)).all():
-        # Such bands only compare positions, so they hold for local indices, too, which grow with the positions. A rank's own
-        # tokens then are one run.
+        # Bidirectional, causal and strictly causal bands only compare positions, so they hold for local indices, too, which
+        # grow with the positions. A rank's own tokens then are one run.
         segments = segments.copy()
         for column in (Q_START, Q_STOP, K_START, K_STOP):
             segments[:, column] = _local_index(segments[:, column], q_runs)
-        q_runs = k_runs = ((0, count(q_runs)),)
+        q_runs = k_runs = ((0, total_length(q_runs)),)
     lines, to_local_q = _clip_to_runs(segments, Q_START, Q_STOP, q_runs)
+    # Keys that no query of a line sees would become lines of their own, in runs that nobody needs.
     lines[:, K_START] = np.maximum(lines[:, K_START], lines[:, Q_START] - lines[:, LEFT])
     lines[:, K_STOP] = np.minimum(lines[:, K_STOP], lines[:, Q_STOP] + lines[:, RIGHT])
     lines, to_local_k, to_local_q = _clip_to_runs(lines, K_START, K_STOP, k_runs, to_local_q)
@@ -74,7 +77,8 @@ def _overlaps(start: np.ndarray, stop: np.ndarray, runs: np.ndarray) -> tuple[np
 def _tile_lines(lines: np.ndarray, to_local_q: np.ndarray, to_local_k: np.ndarray) -> np.ndarray:
     """Segments, each of one run of queries and one run of keys, as the fields of tiles, [m, 8].
 
-    Queries at the edges that see no key, and keys at the edges that no query sees, are removed.
+    Queries at the edges that see no key, and keys at the edges that no query sees, are removed. What is left is a rectangle
+    with the band ``lo <= j - i <= hi``, which is the segment's ``-left <= k - q <= right`` counted from the corner (q0, k0).
     """
     left, right = lines[:, LEFT], lines[:, RIGHT]
     q0, q1, k0, k1 = (lines[:, column] for column in (Q_START, Q_STOP, K_START, K_STOP))
@@ -135,11 +139,6 @@ def needed_rows(tiles: Iterable[Tile]) -> tuple[Run, ...]:
     return tuple((start, stop) for start, stop in rows)
 
 
-def count(rows: Sequence[Run]) -> int:
-    """Total length of some runs."""
-    return sum(stop - start for start, stop in rows)
-
-
 def _local_index(position: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
     """Number of tokens in the runs before each global position."""
     index = np.zeros_like(position)
@@ -159,7 +158,8 @@ class Step:
     Attributes:
         source: Ring rank whose keys are used: this rank in step 0, or :data:`REPLICATED`.
         target: Ring rank that uses this rank's keys in the same step.
-        rows: Rows that are received, as local indices of the source.
+        rows: Rows that are received, as local indices of the source. In step 0 the rank's own rows, which are its queries and,
+            unless K and V are in host memory, its keys.
         target_rows: Rows of this rank that are sent to the target, as local indices.
         tiles: Tiles that are computed. Their key ranges count through ``rows``.
         derived: Cache for data that is computed from the step at its first use, such as kernel calls.
@@ -195,7 +195,7 @@ def schedule(segments: np.ndarray, layout: Layout, ring_rank: int) -> tuple[Step
         source, target = (ring_rank - t) % layout.ring, (ring_rank + t) % layout.ring
         tiles = find_tiles(of_queries, runs[ring_rank], runs[source])
         if t == 0:
-            all_rows = ((0, count(runs[ring_rank])),)
+            all_rows = ((0, total_length(runs[ring_rank])),)
             steps.append(Step(source, target, all_rows, all_rows, tuple(tiles)))
             continue
         rows = needed_rows(tiles)
@@ -220,7 +220,7 @@ def with_compressed_kv(steps: Sequence[Step], batch: int, n_compressed: int) -> 
 
     All queries meet all compressed keys in it, and a term of the score hides the keys that a query does not see.
     """
-    queries = count(steps[0].rows)
+    queries = total_length(steps[0].rows)
     tiles = (Tile(0, batch, 0, queries, 0, n_compressed, -OPEN, OPEN),) if n_compressed and queries else ()
     first = replace(steps[0], derived={})  # the first step caches the kernel calls of all steps, which now are one more
     return first, *steps[1:], Step(REPLICATED, REPLICATED, ((0, n_compressed),), (), tiles)

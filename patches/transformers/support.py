@@ -57,7 +57,8 @@ def check_model(model: PreTrainedModel, unverified: str) -> ModelFacts:
     stacks = [(stack, structure.stack_config(model, stack)) for stack in structure.find_stacks(model)]
     reasons = [reason for stack, config in stacks for check in STACK_CHECKS for reason in check(stack, config)]
     if unverified != "allow":
-        reasons += _unverified_types([*(config.model_type for _, config in stacks), model.config.model_type])
+        model_types = [*(config.model_type for _, config in stacks), model.config.model_type]
+        reasons += _unverified_types(model_types, has_other_reasons=bool(reasons))
     if reasons:
         listed = "\n".join(f"- {reason}" for reason in dict.fromkeys(reasons))
         raise ConfigError(f"{type(model).__name__} cannot be shared exactly:\n{listed}\nNothing was started.")
@@ -254,13 +255,14 @@ STACK_CHECKS: tuple[Callable[[torch.nn.Module, Any], Iterator[str]], ...] = (
 # ---- 3. the table of model types ---------------------------------------------------------------------------------
 
 
-def _unverified_types(model_types: list[str]) -> Iterator[str]:
+def _unverified_types(model_types: list[str], has_other_reasons: bool) -> Iterator[str]:
+    advice = f' "{KEY}.unverified": "allow" runs it all the same; "ds_cp verify" compares it with one process first.'
     for name in dict.fromkeys(model_types):
         if name not in VERIFIED:
             yield (
                 f'model type "{name}" is not in the tested table of exact types: {_comparison_of(name)}. It '
-                f'would train wrong silently where its layers mix tokens outside the attention interface. "{KEY}.unverified": '
-                '"allow" runs it all the same; "ds_cp verify" compares it with one process first.'
+                "would train wrong silently where its layers mix tokens outside the attention interface."
+                + ("" if has_other_reasons else advice)  # nothing allows what the other checks refuse
             )
 
 

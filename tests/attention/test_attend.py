@@ -16,7 +16,7 @@ from ds_cp.layout import Layout
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.mask.schedule import schedule
-from harness.attention import assert_equal, inputs, one_process, positions_of, shared_attention
+from harness.attention import KERNELS, assert_equal, inputs, one_process, positions_of, shared_attention
 
 RULES = {
     "causal": CAUSAL,
@@ -28,7 +28,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -55,7 +55,7 @@ def test_concatenated_keys_give_bitwise_equal_results(monkeypatch):
     lengths=st.lists(st.integers(1, 13), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (9, 3), (6, 6)]),
     dims=st.sampled_from([(8, 8), (16, 8), (5, 3)]),
-    kernel=st.sampled_from(["torch", "reference"]),
+    kernel=st.sampled_from(KERNELS),
     all_at_once=st.booleans(),
 )
 def test_any_lengths_heads_and_bands_equal_one_process(ranks, name, rule, lengths, heads, dims, kernel, all_at_once):
@@ -65,7 +65,7 @@ def test_any_lengths_heads_and_bands_equal_one_process(ranks, name, rule, length
     assert_equal(got, one_process(*tensors, [lengths], rule), 1e-10)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_too_large_for_a_plain_exponential_still_merge(kernel):
     q, k, v, grad_out = inputs(1, 2, 2, 24, 8, 8)
     tensors = q * 300, k * 10, v, grad_out
@@ -200,7 +200,7 @@ GAPS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", GAPS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_uninitialized_memory_is_never_read(ranks, rule, kernel, uninitialized_memory_is_nan):

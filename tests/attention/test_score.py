@@ -18,6 +18,7 @@ from ds_cp.mask.rules import CAUSAL, EVERYTHING, Band
 from ds_cp.mask.schedule import schedule
 from ds_cp.process_group import Group
 from harness.attention import (
+    KERNELS,
     Largest,
     assert_equal,
     inputs,
@@ -42,7 +43,7 @@ def every_third(batch, head, q, k):
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
     softcap=st.sampled_from([None, 0.7, 5.0]),
     with_sinks=st.booleans(),
-    kernel=st.sampled_from(["torch", "reference"]),
+    kernel=st.sampled_from(KERNELS),
     all_at_once=st.booleans(),
 )
 def test_softcap_and_sinks_equal_the_formulas(

@@ -14,11 +14,12 @@ from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
 from ds_cp.attention.score import Score
 from ds_cp.cli.bench import in_process
-from ds_cp.layout import Layout
+from ds_cp.layout import Layout, total_length
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN, Band, ChunkedAttention
-from ds_cp.mask.schedule import count, find_tiles, needed_rows, schedule
+from ds_cp.mask.schedule import find_tiles, needed_rows, schedule
 from harness import subject
+from harness.attention import KERNELS
 from harness.batches import BatchSpec
 from harness.batches import make as make_batch
 from harness.cases import config_of
@@ -56,7 +57,9 @@ def figures(segments, layout):
     for mine in layout.ring_runs:
         tiles = [find_tiles(segments, mine, theirs) for theirs in layout.ring_runs]
         areas.append(sum(tile.area for each in tiles for tile in each))
-        rows += sum(count(needed_rows(each)) for each, theirs in zip(tiles, layout.ring_runs) if theirs is not mine)
+        rows += sum(
+            total_length(needed_rows(each)) for each, theirs in zip(tiles, layout.ring_runs) if theirs is not mine
+        )
     return max(areas) / np.mean(areas), rows / ((layout.ring - 1) * layout.padded_len), max(map(len, layout.ring_runs))
 
 
@@ -145,7 +148,7 @@ def test_every_token_is_on_one_rank_in_order_and_areas_and_rows_match_the_tiles(
         tiles = [[find_tiles(segments, q, k) for k in layout.ring_runs] for q in layout.ring_runs]
         for r, runs in enumerate(layout.ring_runs):
             assert curve.of_runs(runs) == sum(tile.area for each in tiles[r] for tile in each)
-        travelling = (count(needed_rows(tiles[r][s])) for r in range(ring) for s in range(ring) if r != s)
+        travelling = (total_length(needed_rows(tiles[r][s])) for r in range(ring) for s in range(ring) if r != s)
         assert balance.rows_sent(tables, layout.ring_runs) == sum(travelling)
 
 
@@ -211,7 +214,7 @@ def whole_attention(q, k, v, rows, rule):
     ulysses=st.integers(1, 3),
     rule=st.sampled_from(RULES),
     batch=st.sampled_from([1, 3]),
-    kernel=st.sampled_from(["torch", "reference"]),
+    kernel=st.sampled_from(KERNELS),
 )
 def test_attention_over_balanced_ranks_equals_one_process(rows, ring, ulysses, rule, batch, kernel):
     rows, length = padded_to_one_length((rows * batch)[:batch])

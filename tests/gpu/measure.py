@@ -38,10 +38,10 @@ from ds_cp.attention.exchange import KVPair, pack_rows, unpack_rows
 from ds_cp.attention.kernels import available
 from ds_cp.attention.merge import merge_eager, merge_fused
 from ds_cp.attention.score import Score
-from ds_cp.layout import Layout
+from ds_cp.layout import Layout, total_length
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL
-from ds_cp.mask.schedule import Step, count, schedule
+from ds_cp.mask.schedule import Step, schedule
 
 
 class Sizes(NamedTuple):
@@ -99,7 +99,7 @@ class PerDocument:
         pack_rows(key, value)
         yield self.steps[0], key, value
         for step in self.steps[1:]:
-            yield step, *unpack_rows(self._arrived[: count(step.rows)], key.size(-1))
+            yield step, *unpack_rows(self._arrived[: total_length(step.rows)], key.size(-1))
 
     def return_gradients(self, step: Step, grad_rows: torch.Tensor, home: KVPair) -> None:
         start = 0

@@ -16,6 +16,9 @@ from ds_cp.mask.rules import CAUSAL
 from ds_cp.mask.schedule import schedule
 from ds_cp.process_group import Group
 
+KERNELS = ("torch", "reference")
+"""Kernels that run on CPUs, which the tests compare with the formulas."""
+
 
 def visible(documents: list[list[int]], rule) -> torch.Tensor:
     """Dense mask [B, S, S] from document lengths and a band."""

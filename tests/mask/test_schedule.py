@@ -6,10 +6,10 @@ from data.cases.documents import DOCUMENTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_cp.layout import Layout
+from ds_cp.layout import Layout, total_length
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN, Band, Rule
-from ds_cp.mask.schedule import count, schedule
+from ds_cp.mask.schedule import schedule
 from harness.painting import repainted
 
 rules = st.builds(Band, st.sampled_from([0, 2, 6, OPEN]), st.sampled_from([0, 0, 3, OPEN]))
@@ -82,7 +82,9 @@ def test_a_dense_zigzag_rank_has_one_tile_per_step():
         steps = schedule(Documents.find(1, 64).segments(CAUSAL), layout, rank)
         assert [len(step.tiles) for step in steps] == [1, 1, 1, 1]
         assert len({sum(tile.area for tile in step.tiles) for step in steps[1:]}) == 1
-        assert [count(step.rows) for step in steps[1:]] == [8 if step.source < rank else 16 for step in steps[1:]]
+        assert [total_length(step.rows) for step in steps[1:]] == [
+            8 if step.source < rank else 16 for step in steps[1:]
+        ]
 
 
 def test_both_sides_of_a_message_agree_on_its_rows():

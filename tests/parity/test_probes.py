@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from harness import batches, models, oracle, subject
+from harness.attention import KERNELS
 from harness.batches import BatchSpec
 from harness.cases import config_of
 from harness.models import ModelSpec
@@ -201,7 +202,7 @@ def test_a_loss_function_set_on_the_model_is_used(workers, way):
 
 
 @every_way
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
     """In fp64, since the gradients of q and k are zero for a query with one key, and fp32 leaves a rounding error."""
@@ -211,7 +212,7 @@ def test_rows_shorter_than_the_group_are_exact(workers, way, length, kernel):
 
 
 @every_way
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_whose_exponentials_overflow_are_exact(workers, way, kernel):
     """All scores are shifted by hundreds, so that their exponentials overflow or underflow even in fp64."""
     model, spec = ModelSpec("gpt2", kv_heads=8, score_offset=500.0), BatchSpec("packed", 3, 53)

@@ -32,7 +32,7 @@ class Kernel(Protocol):
 
     name: str
 
-    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+    def takes(self, k: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         """Whether this kernel supports the device, dtype and head dims of these tensors, and this score rule."""
 
     def lower(self, tile: Tile) -> Iterable[Tile]:

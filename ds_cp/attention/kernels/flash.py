@@ -34,11 +34,11 @@ class FlashKernel:
     score_features: frozenset[str] = frozenset()
     varlen = True
 
-    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+    def takes(self, k: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return (
-            q.device.type == self.device
-            and q.dtype in self.dtypes
-            and max(self.padded_head_dims(q.size(-1), v.size(-1))) <= self.max_head_dim
+            k.device.type == self.device
+            and k.dtype in self.dtypes
+            and max(self.padded_head_dims(k.size(-1), v.size(-1))) <= self.max_head_dim
             and score.features <= self.score_features
         )
 

@@ -25,7 +25,7 @@ class ReferenceKernel:
     def launches(self, tiles: Sequence[Tile], device: torch.device) -> Sequence[Tile]:
         return tiles
 
-    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+    def takes(self, k: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
         return True
 
     def forward(

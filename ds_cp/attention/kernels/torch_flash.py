@@ -70,8 +70,8 @@ class TorchKernel:
             by_shape[tile.batch_start, tile.batch_stop, *shape].append(tile)
         return sorted(batch for alike in by_shape.values() for batch in _join_adjacent(sorted(alike)))
 
-    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
-        return q.device.type == "cpu" and not score.features
+    def takes(self, k: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+        return k.device.type == "cpu" and not score.features
 
     def forward(
         self,
@@ -131,8 +131,8 @@ class TorchCudaKernel(FlashKernel):
 
     name = "torch"
 
-    def takes(self, q: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
-        return super().takes(q, v, score) and available.torch_has_flash()
+    def takes(self, k: torch.Tensor, v: torch.Tensor, score: Score) -> bool:
+        return super().takes(k, v, score) and available.torch_has_flash()
 
     def run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, score: Score

@@ -32,7 +32,7 @@ def bloom(
     if not isinstance(attention_mask, MaskDescriptor):
         return original(hidden_states, residual, alibi, attention_mask, **kwargs)
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    terms = (ALiBi(_slopes(self, query.device), attention_mask.region.positions),)
+    terms = (ALiBi(_slopes(self, query.device), attention_mask.region.position_in_document),)
     out, _ = attention_forward(
         self, query, key, value, attention_mask, _dropout(self), self.inv_norm_factor, terms=terms
     )
@@ -67,7 +67,7 @@ def falcon(
         query, key = rotate(query, key, *position_embeddings)  # type: ignore[misc]  # not None without ALiBi
         dropout, scale = 0.0, self.head_dim**-0.5  # Falcon applies attention dropout with ALiBi only
     else:
-        positions = attention_mask.region.positions
+        positions = attention_mask.region.position_in_document
         terms = (ALiBi(_slopes(self, query.device), positions, self.inv_norm_factor, torch.bfloat16),)
         dropout, scale = _dropout(self), self.inv_norm_factor
     out, _ = attention_forward(self, query, key, value, attention_mask, dropout, scale, terms=terms)
@@ -93,7 +93,7 @@ def mpt(
     terms: tuple[Term, ...] = ()
     if position_bias is not None:
         slopes = position_bias[:, 0, 1] - position_bias[:, 0, 0]
-        terms = (ALiBi(slopes, attention_mask.region.positions),)
+        terms = (ALiBi(slopes, attention_mask.region.position_in_document),)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, _ = attention_forward(self, query, key, value, attention_mask, dropout, self.softmax_scale, terms=terms)
     return self.out_proj(out.flatten(2)), None

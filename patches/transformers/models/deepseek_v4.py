@@ -146,7 +146,7 @@ def attention(
     cos, sin = position_embeddings[self.rope_layer_type]
     if self.compressor is not None:
         # windows have positions from the start of their document, so queries and keys need the same
-        positions = region.shard(region.positions)
+        positions = region.shard(region.position_in_document)
         cos, sin = self.compressor.rotary_emb(hidden_states, position_ids=positions, layer_type=self.rope_layer_type)
     q_residual = self.q_a_norm(self.q_a_proj(hidden_states))
     query = self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
@@ -180,7 +180,13 @@ def _compressed_kv(
             region.mesh, layout, selection, window_index, max_windows, self.num_heads
         )
     return CompressedKV(
-        keys, document_start, window_index, rate, layout.pad(region.origin), layout.pad(region.positions), selected
+        keys,
+        document_start,
+        window_index,
+        rate,
+        layout.pad(region.origin),
+        layout.pad(region.position_in_document),
+        selected,
     )
 
 

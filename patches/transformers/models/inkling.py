@@ -47,7 +47,7 @@ def attention(
     if not self.is_sliding and self.config.log_scaling_n_floor is not None:
         region = attention_mask.region
         precise = torch.promote_types(hidden_states.dtype, torch.float32)
-        length_so_far = (region.shard(region.positions) + 1).to(hidden_states.device, precise)
+        length_so_far = (region.shard(region.position_in_document) + 1).to(hidden_states.device, precise)
         scale = 1 + self.config.log_scaling_alpha * (length_so_far / self.config.log_scaling_n_floor).clamp(min=1).log()
         query = (query * scale[:, None, :, None]).to(query.dtype)
         weights = (weights * scale[:, :, None, None]).to(weights.dtype)  # scales the bias, which is linear in them

@@ -29,7 +29,7 @@ def attention(
         return original(*arguments, **kwargs)
     region = attention_mask.region
     precise = torch.promote_types(hidden_states.dtype, torch.float32)
-    index = region.shard(region.positions).to(hidden_states.device, precise)
+    index = region.shard(region.position_in_document).to(hidden_states.device, precise)
     scale = torch.log1p(torch.floor((index + 1) / self.floor_scale)) * self.attn_scale + 1
     self.attn_temperature_tuning = False  # during this call only: the class would count from the shard's first token
     try:

@@ -113,7 +113,7 @@ def _region_of(layer: torch.nn.Module) -> Region | None:
 
 @torch.compiler.disable
 def _calls_so_far(region: Region) -> Counter[str]:
-    return region.mixed.copy()
+    return region.recurrent_calls.copy()
 
 
 @torch.compiler.disable
@@ -129,7 +129,7 @@ def _check_calls(layer: torch.nn.Module, region: Region, before: Counter[str]) -
     expected = set(functions_of(cls)) - FUSED_KERNELS
     if cls.__name__ in SUBMODULES:
         expected.add(SUBMODULES[cls.__name__][0])
-    bypassed = sorted(expected - (region.mixed - before).keys())
+    bypassed = sorted(expected - (region.recurrent_calls - before).keys())
     if bypassed:
         raise BatchError(
             f"{cls.__name__} of {patches.library(cls)} did not call {', '.join(bypassed)} where ds_cp has put its own: what mixes "
@@ -235,7 +235,7 @@ def _mix(
 
     run.__name__ = getattr(original, "__name__", type(original).__name__)  # for the messages of mix
     arguments = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name not in SHARD_ARGUMENTS}
-    region.mixed[name] += 1
+    region.recurrent_calls[name] += 1
     out = region.mix(run, arguments, dims, out_dims)
     # the other results are final states, of this rank's heads only: no caller can use them
     return (out, *(None for _ in other_results)) if other_results else out

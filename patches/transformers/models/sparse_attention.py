@@ -152,7 +152,7 @@ def selection_term(module: torch.nn.Module, mask: MaskDescriptor, heads: int, se
     kind = INDEXERS[type(indexer).__name__] if has_indexer(module) else DEEPSEEK
     region, block_size = mask.region, kind.block_size(indexer)
     layout = region.layout
-    block_of_key = layout.pad(region.positions // block_size)
+    block_of_key = layout.pad(region.position_in_document // block_size)
     max_blocks = -(-layout.seq_len // block_size)
     return SelectedKeys.from_local_queries(region.mesh, layout, selected, block_of_key, max_blocks, heads)
 
