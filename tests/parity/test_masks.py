@@ -119,41 +119,9 @@ def test_no_model_allocates_a_tensor_of_all_pairs_of_tokens(workers, model):
 # ---- masks: dense in one process, transformers' mask functions with ds_cp ----------------------------------------
 
 BLOCKS = [
-    -1,
-    -1,
-    -1,
-    0,
-    0,
-    0,
-    0,
-    -1,
-    -1,
-    1,
-    1,
-    1,
-    2,
-    2,
-    2,
-    2,
-    2,
-    2,
-    2,
-    2,
-    2,
-    2,
-    -1,
-    -1,
-    -1,
-    -1,
-    3,
-    3,
-    3,
-    3,
-    -1,
-    3,
-    3,
-    -1,
-]
+    -1, -1, -1, 0, 0, 0, 0, -1, -1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2,
+    -1, -1, -1, -1, 3, 3, 3, 3, -1, 3, 3, -1,
+]  # fmt: skip
 LENGTH = 37
 
 
