@@ -32,7 +32,8 @@ class Stack:
     """One stack of a model.
 
     Attributes:
-        layers: Number of calls in a forward pass that mix tokens: self attention and recurrent layers.
+        layers: Number of modules that mix tokens in a forward pass, self attention and recurrent layers. A module that runs
+            several times (ALBERT's) counts once.
         rules: Number of layers per rule, for the balanced layout.
         feeds_task_head: Whether the task head's loss takes this stack's hidden states, so that they may stay local.
         position_tables: Paths of its tables with a row per position.
@@ -90,17 +91,13 @@ def _before_stack(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signa
         """Open a region and return local arguments; or open none, if the forward pass fills a cache that no region can."""
         arguments = batches.with_padding_from_ids(module, batches.arguments_by_name(signature, args, kwargs))
         call = (current_task_head() if stack.feeds_task_head else None) or TaskHeadCall()
-        cache, mode = None, int(call.keeps_local)
-        if _uses_cache(arguments, call):
-            mode = WITH_CACHE
-            cache = prefill.cache_to_fill(module, arguments) if stack.cache_argument else None
-            if cache is None:
-                if module.training and torch.is_grad_enabled():
-                    # Only in training must all ranks of the group be here: a single rank may generate.
-                    agree(mesh.control_group, None, (*batches.shape_of(arguments), mode), 0, stack.forwards)
-                begin_stack(module, None)  # replicated: every rank runs on all tokens, of which decoding has one
-                return masks.materialise(args), masks.materialise(kwargs)
-        region = _open_region(stack, plan, mesh, module, arguments, call, mode)
+        uses_cache = _uses_cache(arguments, call)
+        cache = prefill.cache_to_fill(module, arguments) if uses_cache and stack.cache_argument else None
+        if uses_cache and cache is None:
+            return _run_replicated(stack, mesh, module, arguments, args, kwargs)
+        region = _open_region(
+            stack, plan, mesh, module, arguments, call, WITH_CACHE if uses_cache else call.keeps_local
+        )
         stack.forwards += 1
         local = shard_batch.local_arguments(region, arguments, batches.shape_of(arguments))
         if batches.ENCODER_MASK not in signature.parameters:
@@ -116,6 +113,17 @@ def _before_stack(stack: Stack, plan: Plan, mesh: Mesh, signature: inspect.Signa
 
     before_stack.ds_cp = True
     return before_stack
+
+
+def _run_replicated(
+    stack: Stack, mesh: Mesh, module: torch.nn.Module, arguments: Mapping[str, Any], args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """Let every rank run on all tokens, of which decoding has one; returns the arguments with their masks."""
+    if module.training and torch.is_grad_enabled():
+        # Only in training must all ranks of the group be here: a single rank may generate.
+        agree(mesh.control_group, None, (*batches.shape_of(arguments), WITH_CACHE), 0, stack.forwards)
+    begin_stack(module, None)
+    return masks.materialise(args), masks.materialise(kwargs)
 
 
 def _uses_cache(arguments: Mapping[str, Any], call: TaskHeadCall) -> bool:
@@ -139,6 +147,9 @@ def _open_region(
     mode: int,
 ) -> Region:
     """Check the batch, choose its split and layout, and agree on it with the context-parallel group.
+
+    Args:
+        mode: Index into ``agreement.MODES``.
 
     Raises:
         BatchError: On all ranks of the group, if the batch of any rank cannot be sharded or batches differ.

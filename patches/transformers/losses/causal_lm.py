@@ -1,6 +1,6 @@
 """The causal LM loss of transformers' task heads, computed from local logits where the task head left them local.
 
-Step 3 of the way in :mod:`~ds_cp.patches.transformers.losses`: labels are shifted at full length, then sharded; the sum of the
+Steps 3 and 4 of the list in :mod:`~ds_cp.patches.transformers.losses`: labels are shifted at full length, then sharded; the sum of the
 cross entropy comes from :class:`.DeferredLogits`; :func:`ds_cp.loss.mean_over_group` makes it the loss of the batch.
 """
 
@@ -31,7 +31,7 @@ def attach(head: torch.nn.Module) -> Callable[[], None]:
     """
     if not _calls_loss_function(head) or head.loss_function is not ForCausalLMLoss or hasattr(head, "_loss_function"):
         return lambda: None
-    head.loss_function = shared_loss
+    head.loss_function = shared_loss  # transformers' setter stores it as _loss_function
     head_ref: weakref.ref[Any] = weakref.ref(head)
 
     def undo() -> None:

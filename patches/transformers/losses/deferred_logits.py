@@ -1,6 +1,6 @@
 """Deferred logits: the hidden states of this rank's tokens and how to project them, in place of a tensor [B, L, V].
 
-Between step 2 and step 3 of the way in :mod:`~ds_cp.patches.transformers.losses`: the projection creates them, the model applies
+Between step 2 and step 3 of the list in :mod:`~ds_cp.patches.transformers.losses`: the projection creates them, the model applies
 its pointwise operations to them, and the loss calls :meth:`DeferredLogits.cross_entropy`, which computes the logits chunk by
 chunk and keeps none. Any other use computes the logits of all local tokens.
 """

@@ -1,6 +1,6 @@
 """Trainer's label smoothing: a known loss that is computed after the task head, from the logits that it returns.
 
-Step 3 of the way in :mod:`~ds_cp.patches.transformers.losses`, in place of :mod:`.causal_lm`: with ``label_smoothing_factor``,
+Step 3 of the list in :mod:`~ds_cp.patches.transformers.losses`, in place of :mod:`.causal_lm`: with ``label_smoothing_factor``,
 Trainer takes the labels out of the inputs and passes ``outputs.logits`` to its ``LabelSmoother``. During such a step the task
 head leaves its hidden states local and returns :class:`.LocalLogits`, from which the smoother computes the loss.
 """

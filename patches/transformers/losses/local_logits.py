@@ -1,6 +1,6 @@
 """Local logits: what a model returns as ``logits`` if its loss was computed from this rank's tokens only.
 
-The last step of the way in :mod:`~ds_cp.patches.transformers.losses`.
+The last step of the list in :mod:`~ds_cp.patches.transformers.losses`.
 """
 
 from __future__ import annotations

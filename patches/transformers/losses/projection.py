@@ -1,6 +1,6 @@
 """The projection to the vocabulary (``lm_head``) returns deferred logits while a task head with a known loss runs.
 
-Step 2 of the way in :mod:`~ds_cp.patches.transformers.losses`: :class:`.DeferredLogits` records the hidden states, and the loss
+Step 2 of the list in :mod:`~ds_cp.patches.transformers.losses`: :class:`.DeferredLogits` records the hidden states, and the loss
 later calls the projection once, with what it computes from them.
 """
 

@@ -1,6 +1,6 @@
 """One call of a model's task head: what the decoder and the loss inside of it need to know of each other.
 
-The hook of the task head creates it (step 1 of the way in :mod:`~ds_cp.patches.transformers.losses`); projection, loss and the
+The hook of the task head creates it (step 1 of the list in :mod:`~ds_cp.patches.transformers.losses`); projection, loss and the
 hook that runs after the task head read it.
 """
 
