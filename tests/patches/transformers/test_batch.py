@@ -183,7 +183,7 @@ BATCHES = [
     (bad_boundaries_on_rank_1, r"cu_seqlens .* must rise .*\(found on rank 1, raised on all of its group\)"),
     (neftune_noise, "NEFTune scales its noise by the length that it sees"),
     (other_shift_labels_on_rank_1, "got different batches"),
-    (no_labels_on_rank_1, "rank 0: 1 x 37 tokens, with labels.* rank 1: 1 x 37 tokens, without labels"),
+    (no_labels_on_rank_1, "rank 0: 1 x 37 tokens, hidden states kept local.* rank 1: 1 x 37 tokens, hidden states gathered"),
     (seq_idx_of_another_length, r"seq_idx has shape \(1, 30\) for a batch of 1 x 37 tokens"),
     (flat_positions_on_rank_1, r"position_ids has shape \(37,\).*\(found on rank 1, raised on all of its group\)"),
     (short_labels_on_rank_1, r"labels has shape \(1, 36\).*found on rank 1"),
