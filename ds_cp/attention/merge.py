@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 from typing import Callable
 
 import torch
@@ -16,7 +17,7 @@ def merge_partial_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Te
     Gimelshein 2018); the weight of the second is ``sigmoid(lse_2 - lse_1)``. A query that sees no key has lse = -inf and
     out = 0, and so has the merge of two such results.
 
-    On CUDA it is one fused kernel. On CPUs the separate operations are twice as fast as what torch compiles from them.
+    On CUDA it is one kernel. On CPUs the separate operations are twice as fast as what torch compiles from them.
 
     Args:
         out: [B, H, n, dv] in the accumulation dtype.
@@ -60,7 +61,43 @@ class Compiled:
             self._plain(*tensors)
 
 
-merge_fused = Compiled(merge_eager)
+class Fused:
+    """The merge on CUDA: one kernel in Triton, :mod:`ds_cp.attention.merge_triton`.
+
+    Tensors that the kernel does not support (fp64) are merged by the compiled :func:`merge_eager`, and so are all tensors
+    where Triton is not installed or a launch has failed.
+    """
+
+    def __init__(self) -> None:
+        self._compiled = Compiled(merge_eager)
+        self._tried_import = False
+        self._triton: ModuleType | None = None
+
+    def __call__(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        if out.is_cuda and not self._tried_import:
+            self._tried_import, self._triton = True, _import_merge_triton()
+        if out.is_cuda and self._triton and self._triton.supports(out, lse, part, part_lse):
+            try:
+                self._triton.merge(out, lse, part, part_lse)
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # while compiling or launching: nothing has been written to the tensors yet
+                warnings.warn(f"the merge is compiled by torch, its Triton kernel failed: {error}", stacklevel=2)
+                self._triton = None
+        self._compiled(out, lse, part, part_lse)
+
+
+def _import_merge_triton() -> ModuleType | None:
+    """The module, or None without Triton; imported at the first merge on CUDA."""
+    try:
+        from ds_cp.attention import merge_triton
+    except ImportError:
+        return None
+    return merge_triton
+
+
+merge_fused = Fused()
 
 
 def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
