@@ -88,7 +88,9 @@ def test_a_cache_on_one_rank_only_raises_on_all_ranks_in_training(workers):
         inputs = batches.make(BatchSpec("dense", 1, 37)).inputs
         model(**inputs, cache=DynamicCache(config=model.config) if torch.distributed.get_rank() else None)
 
-    workers(2).run_expecting_error(one_with_cache, "rank 0: 1 x 37 tokens, hidden states kept local.* rank 1: .* a KV cache filled")
+    workers(2).run_expecting_error(
+        one_with_cache, "rank 0: 1 x 37 tokens, hidden states kept local.* rank 1: .* a KV cache filled"
+    )
 
 
 def cache_of_a_bare_decoder(config):
