@@ -47,6 +47,8 @@ def product(tape: Any, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Non
         tape.fault("dtype", f"{name} of {_said(named)}" + (f" with out_dtype {asked}" if asked else ""))
     elif asked is not None and asked not in of_factors and not (asked == torch.float32 and of_factors <= set(HALF)):
         tape.fault("dtype", f"{name} with out_dtype {asked} of {_said(named)}")
+    elif asked is not None and sum_name and not torch.__version__ >= "2.10":
+        tape.fault("dtype", f"{name} with out_dtype adds to a sum from torch 2.10 on, this is {torch.__version__}")
 
 
 def _said(named: Mapping[str, torch.dtype]) -> str:
@@ -64,7 +66,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 """Exactly: to Python True is 1, and the dispatcher takes 0 for a float and True for an int."""
 
-NOT_A_CALLER = re.compile(r"/torch/|/rehearsal/(?!plants)")
+NOT_A_CALLER = re.compile(r"/torch/|/rehearsal/(?!mistakes)")
 
 
 def private_call(tape: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -78,6 +80,7 @@ def private_call(tape: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -
         tape.fault("arguments", f"{short} takes {len(schema.arguments)} arguments")
         return
     given = {argument.name: value for argument, value in zip(schema.arguments, args)} | dict(kwargs)
+    right = True
     for argument in schema.arguments:
         if argument.name not in given:
             continue
@@ -87,8 +90,9 @@ def private_call(tape: Any, func: Any, args: tuple, kwargs: Mapping[str, Any]) -
         if kind not in KINDS or (value is None and (optional or argument.name in ABSENT)):
             continue
         if not KINDS[kind](value):
+            right = False
             tape.fault("arguments", f"{short}: {argument.name} is a {type(value).__name__}, the schema says {kind}")
-    if short in FLASH and not any(key[0] == "arguments" and key[1].startswith(short) for key in tape.faults):
+    if short in FLASH and right:
         tape.calls[short] += 1
         for problem in flash_problems(given):
             tape.fault("arguments", f"{short}: {problem}")

@@ -7,18 +7,23 @@ import json
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any, Iterator
 
 import deepspeed
 import torch
-from rehearsal import card, flash, group, plants
-from rehearsal.tape import Functions, Tape, place, short
+from rehearsal import card, flash, group, mistakes
+from rehearsal.layers import layers_of, mark_layers
+from rehearsal.places import short
+from rehearsal.tape import Functions, Tape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 WORLD = 8
 TOKENS = 8192
-"""Per rank: enough that its activations are worth offloading."""
+"""Per rank: enough that activations are offloaded, and that the loss has several chunks."""
+MLP_CHUNK_BYTES = 4 << 20
+"""As many as give MLPs of this shape two chunks on a card; by default they would have one."""
 LAYERS = 3
 BLOCK = 4096
 """Tokens of a chunk of a layer where K and V are offloaded."""
@@ -47,8 +52,10 @@ library.impl("merge", lambda *tensors: None, "Meta")
 
 
 @contextlib.contextmanager
-def stage(rank: int, kernel: str = "torch") -> Iterator[Tape]:
+def pretended_rank(rank: int, kernel: str = "torch") -> Iterator[Tape]:
     """This process is one rank of the world, and every tensor made inside is fake."""
+    from ds_cp.patches.transformers.memory import chunked_mlp
+
     name, _, version = kernel.partition(" ")
     card.capability = CAPABILITY.get(name, (9, 0))
     tape = Tape(torch.device("cuda", rank))
@@ -60,6 +67,7 @@ def stage(rank: int, kernel: str = "torch") -> Iterator[Tape]:
         if version:
             flash.install(name, version, Path(folder))
         _one_launch_per_merge(tape)
+        chunked_mlp.CHUNK_BYTES = MLP_CHUNK_BYTES
         with FakeTensorMode(allow_non_fake_inputs=True), tape, Functions(tape):
             yield tape
 
@@ -86,7 +94,7 @@ def _one_launch_per_merge(tape: Tape) -> None:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """What happened in one case, as data for JSON. ``case["kind"]`` names a function of this module."""
-    start = time.monotonic()
+    start, cpu = time.monotonic(), time.process_time()
     report: dict[str, Any] = {"case": case, "error": None}
     tapes: list[Tape] = []
     try:
@@ -100,6 +108,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     for tape in tapes:
         report |= _what_the_tape_says(tape)
     report["seconds"] = round(time.monotonic() - start, 2)
+    report["cpu_seconds"] = round(time.process_time() - cpu, 2)
     return report
 
 
@@ -116,7 +125,7 @@ def _what_the_tape_says(tape: Tape) -> dict[str, Any]:
         "calls": dict(tape.calls),
         "messages": tape.messages,
         "chosen": card.chosen,
-        "peak": tape.peak,
+        "peak": dict(tape.peak),
         "peak_at": tape.peak_at,
         "backends": group.backends,
     }
@@ -126,11 +135,11 @@ def _what_the_tape_says(tape: Tape) -> dict[str, Any]:
 
 
 def engine(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
-    """Two steps of DeepSpeed's engine; the second says what a step costs."""
+    """Steps of DeepSpeed's engine; the last one says what a step costs."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     rank = case["rank"]
-    with stage(rank, case["kernel"]) as tape:
+    with pretended_rank(rank, case["kernel"]) as tape:
         tapes.append(tape)
         config = LlamaConfig(**SHAPE)
         with torch.device("cpu" if case.get("on_host") else f"cuda:{rank}"):
@@ -139,16 +148,15 @@ def engine(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
             reentrant = case["checkpointing"] == "reentrant"
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         tape.phase = "initialize"
-        plants.plant(case.get("plant"), tape, model, before_engine=True)
+        mistakes.plant(case.get("plant"))
         made, *_ = deepspeed.initialize(model=model, config=json_config(case))
-        mark_layers(tape, model.model.layers)
-        plants.plant(case.get("plant"), tape, model)
+        mark_layers(tape, layers_of(model))
         weights = 0
-        for step in range(case.get("steps", 2)):
-            if step == case.get("steps", 2) - 1:
+        for step in range(case["steps"]):
+            if step == case["steps"] - 1:
                 _forget_first_step(tape)
                 weights = tape.living()
-                tape.peak = weights
+                tape.peak = dict.fromkeys(tape.peak, weights)
             tape.phase = "batch"
             inputs = {name: x.to(made.device) for name, x in batch(case["batch"]).items()}
             tape.phase = "forward"
@@ -164,11 +172,10 @@ def engine(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
 
 
 def _forget_first_step(tape: Tape) -> None:
-    """Launches are counted in the last step only; what the host waits for there is kept apart from the first."""
+    """Launches are counted in the last step only, and what the host waits for in earlier ones is kept apart."""
     tape.launches.clear()
-    first = {(f"first {phase}", *rest): number for (phase, *rest), number in tape.waits.items()}
-    tape.waits.clear()
-    tape.waits.update(first)
+    tape.waits, before = Counter(), tape.waits
+    tape.waits.update({(f"first {phase}", *rest): number for (phase, *rest), number in before.items()})
 
 
 def json_config(case: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +199,7 @@ def batch(kind: str, tokens: int = WORLD * TOKENS, vocab: int = SHAPE["vocab_siz
     if kind == "packed":
         lengths, left = [], tokens
         for length in (2400, 1, 16000, 130, 7600, 1, 1, 4100, 512, 10400, 300, tokens):
+            length = left if length == tokens else max(1, length * tokens // 65536)
             lengths.append(min(length, left))
             left -= lengths[-1]
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths if length])[None]
@@ -203,83 +211,54 @@ def batch(kind: str, tokens: int = WORLD * TOKENS, vocab: int = SHAPE["vocab_siz
     return inputs
 
 
-def mark_layers(tape: Tape, layers: Any) -> None:
-    """Tell the tape which layer runs: by hooks in the forward pass, and in the backward pass by the gradients of the
-    layers' inputs, which are there when a layer's own backward is done."""
-    for index, layer in enumerate(layers):
-
-        def enter(module, args, kwargs, index=index):
-            if tape.phase != "forward":
-                return  # a recomputation, inside of the layer's backward pass
-            tape.layer = index
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                hidden.register_hook(lambda grad: leave(index - 1))
-
-        def leave(index: int) -> None:
-            tape.layer = index if index >= 0 else None
-
-        def exit(module, args, output):
-            if tape.phase == "forward":
-                tape.layer = None
-
-        def of_output(module, args, output, index=index):
-            first = output[0] if isinstance(output, tuple) else output
-            if tape.phase == "forward" and index == len(layers) - 1 and first.requires_grad:
-                first.register_hook(lambda grad: leave(index))
-
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
-        layer.register_forward_hook(exit, always_call=True)
-        layer.register_forward_hook(of_output)
-
-
 # ---- a model type without an engine -------------------------------------------------------------------------
 
 
 def model_type(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
-    """Forward and backward passes of a tiny model of a type."""
+    """Forward and backward passes of a tiny model of a type, attached as in a loop without DeepSpeed's engine."""
+    import ds_cp
     from ds_cp.cli.shrink import causal_lm, tiny_config
-    from ds_cp.cli.sizes import VOCAB
-    from ds_cp.config import ConfigError, read
-    from ds_cp.patches.transformers.attach import attach
+    from ds_cp.config import ConfigError
+    from ds_cp.patches.transformers.attach import attachment
 
-    with stage(case["rank"]) as tape:
+    with pretended_rank(case["rank"]) as tape:
         tapes.append(tape)
         config = tiny_config(case["type"])
         config.use_cache = False
         with torch.device("cuda", case["rank"]):
             model = causal_lm(config, attn_implementation="eager", dtype=torch.bfloat16).train()
         tape.phase = "initialize"
-        torch.cuda.set_device(case["rank"])
         try:
-            attach(model, read({"size": WORLD, "method": case["method"], "unverified": "allow", "kernel": "torch"}))
+            ds_cp.context_parallel(model, {"size": WORLD, "method": case["method"], "unverified": "allow"})
         except ConfigError as error:
             return {"refused": str(error).splitlines()[0]}
-        for _ in range(2):
-            tape.phase = "batch"
-            _forget_first_step(tape)
-            inputs = {name: x.to(tape.device) for name, x in batch("dense", 256, min(VOCAB, 64)).items()}
-            tape.phase = "forward"
-            loss = model(**inputs).loss
-            tape.phase = "backward"
-            loss.backward()
+        mark_layers(tape, layers_of(model))
+        mistakes.plant(case.get("plant"))
+        tape.phase = "batch"
+        vocab = config.get_text_config(decoder=True).vocab_size
+        inputs = {name: x.to(tape.device) for name, x in batch(case.get("batch", "dense"), 256, min(vocab, 64)).items()}
+        tape.phase = "forward"
+        loss = model(**inputs).loss
+        tape.layer, tape.phase = None, "backward"
+        loss.backward()
         without = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
-        return {"without_gradient": without, "region": forwards(model)}
-
-
-def forwards(model: torch.nn.Module) -> int:
-    """How many forwards opened a region."""
-    from ds_cp.patches.transformers.attach import attachment
-
-    return attachment(model).forwards
+        return {"without_gradient": without, "regions": attachment(model).forwards}
 
 
 # ---- the first message of a group ---------------------------------------------------------------------------
 
 
-def first_contact(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
-    """A plain loop whose model lies in host memory: nothing but ``deepspeed.initialize`` chooses a device."""
-    return engine(case | {"on_host": True, "steps": 1}, tapes)
+def plain_loop(case: dict[str, Any], tapes: list[Tape]) -> None:
+    """A loop without an engine, whose model lies in host memory when it is attached."""
+    import ds_cp
+    from ds_cp.cli.shrink import causal_lm, tiny_config
+
+    with pretended_rank(case["rank"]) as tape:
+        tapes.append(tape)
+        with torch.device("cpu"):
+            model = causal_lm(tiny_config("llama"), dtype=torch.bfloat16).train()
+        tape.phase = "initialize"
+        ds_cp.context_parallel(model, {"size": WORLD, "method": case["method"]})
 
 
 def write(report: dict[str, Any], file: Path) -> None:
@@ -287,6 +266,3 @@ def write(report: dict[str, Any], file: Path) -> None:
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps(report, default=str))
     unfinished.replace(file)
-
-
-__all__ = ["place", "run", "write"]

@@ -6,14 +6,12 @@ Used as the innermost mode over a FakeTensorMode, with :class:`Functions` for wh
 from __future__ import annotations
 
 import contextlib
-import sys
-import sysconfig
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from rehearsal import checks, values
+from rehearsal.places import place
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -31,9 +29,10 @@ NO_LAUNCH = frozenset(
     "set_ _reshape_alias resize_".split()
 )
 
-SITE_PACKAGES = sysconfig.get_paths()["purelib"]
-LIBRARIES = ("transformers/", "deepspeed/", "trl/", "accelerate/")
-TRANSPARENT = ("deepspeed/comm/", "deepspeed/utils/", "deepspeed/accelerator/", "deepspeed/ops/")
+ENGINE = ("deepspeed/runtime/engine", "deepspeed/runtime/utils", "deepspeed/runtime/zero/stage") + tuple(
+    f"deepspeed/runtime/zero/{name}" for name in ("partition", "parameter", "utils")
+)
+"""What gathers weights and reduces gradients; the products of ZeRO-3 layers in ``zero/linear.py`` are the model's."""
 
 
 class Tape(TorchDispatchMode):
@@ -48,7 +47,7 @@ class Tape(TorchDispatchMode):
         host_tensors: by (phase, place): tensors with dims in host memory that a layer makes, pinned ones aside.
         faults: what must not be, each once.
         messages: (phase, operation, group, device of the tensors, current device, bytes).
-        peak: bytes of the card's tensors that lived at the same time.
+        peak: the most bytes of the card's tensors that lived at the same time, "anywhere" and "in layers".
     """
 
     def __init__(self, device: torch.device):
@@ -60,7 +59,9 @@ class Tape(TorchDispatchMode):
         self.faults: dict[tuple[str, str, str], int] = {}
         self.messages: list[tuple] = []
         self.calls: Counter = Counter()  # of the private operations that checks.py looks at
-        self.peak, self.peak_at, self._now = 0, "", 0
+        self.peak: dict[str, int] = {"anywhere": 0, "in layers": 0}
+        self.peak_at: dict[str, str] = {}
+        self._now = 0
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self.refuses_float16 = True
@@ -108,6 +109,9 @@ class Tape(TorchDispatchMode):
         return out
 
     def _run(self, func, args, kwargs, inputs, value):
+        if func is torch.ops.aten.view.dtype and args[0].dim() and args[0].size(-1) == 1 != args[0].stride(-1):
+            # of a last dim of one element a fake view may have any stride, a real one has 1
+            args = torch.as_strided(args[0], args[0].shape, (*args[0].stride()[:-1], 1)), *args[1:]
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -147,7 +151,8 @@ class Tape(TorchDispatchMode):
         sizes = sum(t.nbytes for t in inputs)
         devices = sorted({str(t.device) for t in inputs})
         self.messages.append((self.phase, name, group, ",".join(devices), card.current_device(), sizes))
-        self.launches[self.phase, self.layer, f"c10d.{name}"] += any(t.is_cuda for t in inputs)
+        if any(t.is_cuda for t in inputs):
+            self.launches[self.phase, self._owner(), f"c10d.{name}"] += 1
         if name == "_allgather_base_" and all(values.value_of(t) is not None for t in args[:2]):
             whole, mine = map(values.value_of, args[:2])  # every rank holds the same
             with _disable_current_modes():
@@ -158,8 +163,7 @@ class Tape(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and self._copies(name, args, kwargs, outs):
             pass
         elif any(t.is_cuda for t in (*outs, *inputs)) and name not in NO_LAUNCH and not _is_view(func, outs):
-            where = "deepspeed" if place().startswith("deepspeed/") else self.layer
-            self.launches[self.phase, where, name] += 1
+            self.launches[self.phase, self._owner(), name] += 1
         for tensor in outs:
             if tensor.is_cuda:
                 self._check_device(tensor)
@@ -168,6 +172,10 @@ class Tape(TorchDispatchMode):
                 self._remember(tensor, name)
             elif self.layer is not None and tensor.dim() and tensor.numel() and not self.is_pinned(tensor):
                 self.host_tensors[self.phase, place()] += not _is_view(func, outs)
+
+    def _owner(self) -> int | str | None:
+        """For whom something is launched: a layer, or the engine around it."""
+        return "deepspeed" if place().startswith(ENGINE) else self.layer
 
     def _copies(self, name, args, kwargs, outs) -> bool:
         """Whether it copies between host and card; notes what waits."""
@@ -183,7 +191,7 @@ class Tape(TorchDispatchMode):
             self.wait("copy to pageable host memory")
         elif not self.is_pinned(host) and host.nbytes > checks.STAGED:
             self.wait("copy from pageable host memory")
-        self.launches[self.phase, self.layer, f"copy to {way}"] += 1
+        self.launches[self.phase, self._owner(), f"copy to {way}"] += 1
         return True
 
     def _check_device(self, tensor: torch.Tensor) -> None:
@@ -200,9 +208,9 @@ class Tape(TorchDispatchMode):
             self._now -= self._living.pop(storage._cdata)[1]
         self._living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._now += storage.nbytes()
-        if self._now > self.peak:
-            if self.living() > self.peak:
-                self.peak, self.peak_at = self._now, f"{self.phase}, {name} at {place()}"
+        for where in ("anywhere", "in layers") if self.layer is not None else ("anywhere",):
+            if self._now > self.peak[where] and self.living() > self.peak[where]:
+                self.peak[where], self.peak_at[where] = self._now, f"{self.phase}, {name} at {place()}"
 
     def living(self) -> int:
         """Bytes on the card now."""
@@ -254,33 +262,6 @@ class Functions(TorchFunctionMode):
             value = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return getattr(value.detach(), name)(*args)
-
-
-def place() -> str:
-    """``file:function`` of the innermost code of ds_cp or of the libraries around it."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = short(frame.f_code.co_filename)
-        if file and not file.startswith(TRANSPARENT):
-            return f"{file}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "autograd"
-
-
-_short: dict[str, str] = {}
-ROOT = str(Path(__file__).parents[2]) + "/"
-
-
-def short(path: str) -> str:
-    """``ds_cp/mesh.py`` of a path of ds_cp, ``transformers/...`` of a library's; empty for all other code."""
-    if path not in _short:
-        found = ""
-        if path.startswith(ROOT) and path[len(ROOT) :].startswith(("ds_cp/", "patches/")):
-            found = path[len(ROOT) :].replace("ds_cp/patches/", "patches/")
-        elif path.startswith(SITE_PACKAGES) and path[len(SITE_PACKAGES) + 1 :].startswith(LIBRARIES):
-            found = path[len(SITE_PACKAGES) + 1 :]
-        _short[path] = found
-    return _short[path]
 
 
 def _is_view(func: Any, outs: list[torch.Tensor]) -> bool:

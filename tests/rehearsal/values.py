@@ -76,8 +76,8 @@ def compute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], i
         if tensor.numel() > limit or value_of(tensor) is None:
             return None
     if name in FACTORIES:
-        like = inputs[0].dtype if inputs else torch.get_default_dtype()
-        if (kwargs.get("dtype") or like).is_floating_point or _elements(name, args, inputs) > LIMIT:
+        is_float = (kwargs.get("dtype") or (inputs[0].dtype if inputs else torch.get_default_dtype())).is_floating_point
+        if (is_float and "empty" in name) or _elements(name, args, inputs) > (FLOAT_LIMIT if is_float else LIMIT):
             return None
     real_kwargs = {key: value for key, value in tree_map(_real, kwargs).items() if key != "pin_memory"}
     with _disable_current_modes(), torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 
@@ -34,45 +34,45 @@ def _in_backward(do: Callable[[torch.Tensor], None]) -> None:
     TorchCudaKernel.run_backward = run_backward
 
 
-def host_tensor_in_a_sum(tape, model):
+def host_tensor_in_a_sum() -> None:
     _before_attention(lambda q: q + torch.zeros(q.shape, dtype=q.dtype, device="cpu"))
 
 
-def host_tensor_in_a_layer(tape, model):
+def host_tensor_in_a_layer() -> None:
     _before_attention(lambda q: torch.arange(q.size(0) + 1, device="cpu") * 2)
 
 
-def other_card(tape, model):
+def other_card() -> None:
     _before_attention(lambda q: torch.zeros(2, device="cuda:0"))
 
 
-def item_in_a_layer(tape, model):
+def item_in_a_layer() -> None:
     _before_attention(lambda q: q.float().abs().max().item())
 
 
-def item_in_the_backward_pass(tape, model):
+def item_in_the_backward_pass() -> None:
     _in_backward(lambda q: q.float().abs().max().item())
 
 
-def nonzero_in_a_layer(tape, model):
+def nonzero_in_a_layer() -> None:
     _before_attention(lambda q: torch.arange(4, device=q.device).nonzero())
 
 
-def blocking_copy_in_a_layer(tape, model):
+def blocking_copy_in_a_layer() -> None:
     _before_attention(lambda q: torch.tensor([0, 1, 2], device=q.device))
 
 
-def synchronize_in_a_layer(tape, model):
+def synchronize_in_a_layer() -> None:
     _before_attention(lambda q: torch.cuda.synchronize())
 
 
-def product_without_out_dtype(tape, model):
+def product_without_out_dtype() -> None:
     for name in ("addmm", "baddbmm", "mm", "bmm"):
         original = getattr(torch, name)
         setattr(torch, name, lambda *args, _of=original, out_dtype=None, **kwargs: _of(*args, **kwargs))
 
 
-def product_with_an_fp32_sum(tape, model):
+def product_with_an_fp32_sum() -> None:
     """A whole sum in fp32, factors in bf16, and nothing that says so."""
 
     def multiply(q):
@@ -82,7 +82,7 @@ def product_with_an_fp32_sum(tape, model):
     _in_backward(multiply)
 
 
-def swapped_arguments(tape, model):
+def swapped_arguments() -> None:
     """``dropout_p`` and ``is_causal``: the dispatcher takes False for 0.0 and refuses 0.0 for False, or not."""
     from ds_cp.attention.kernels.torch_flash import TorchCudaKernel
 
@@ -95,7 +95,7 @@ def swapped_arguments(tape, model):
     TorchCudaKernel.run_forward = run_forward
 
 
-def swapped_booleans(tape, model):
+def swapped_booleans() -> None:
     """``is_causal`` and ``return_debug_mask`` have one type."""
     from ds_cp.attention.kernels.torch_flash import TorchCudaKernel
 
@@ -108,7 +108,7 @@ def swapped_booleans(tape, model):
     TorchCudaKernel.run_forward = run_forward
 
 
-def wrong_longest(tape, model):
+def wrong_longest() -> None:
     """The longest of all documents is said to be one token longer."""
     from ds_cp.attention.kernels.torch_flash import TorchCudaKernel
 
@@ -131,11 +131,11 @@ def wrong_longest(tape, model):
     TorchCudaKernel.run_forward = run_forward
 
 
-def float16_buffer(tape, model):
+def float16_buffer() -> None:
     _before_attention(lambda q: q.new_empty(q.shape, dtype=torch.float16).zero_())
 
 
-def more_launches(tape, model):
+def more_launches() -> None:
     def copy_often(q):
         for _ in range(40):
             q.clone()
@@ -143,24 +143,19 @@ def more_launches(tape, model):
     _before_attention(copy_often)
 
 
-def kept_activations(tape, model):
+def kept_activations() -> None:
     kept = []
     _before_attention(lambda q: kept.extend(q.clone() for _ in range(8)))
 
 
-def device_chosen_too_late(tape, model):
+def device_chosen_too_late() -> None:
     """As before the device was chosen ahead of a group's first message."""
     from ds_cp.patches import deepspeed as of_deepspeed
 
     of_deepspeed._choose_device = lambda args: None
 
 
-BEFORE_THE_ENGINE = (device_chosen_too_late,)
-
-
-def plant(name: str | None, tape: Any, model: torch.nn.Module, before_engine: bool = False) -> None:
+def plant(name: str | None) -> None:
     """Plant a mistake by its name, if there is one."""
     if name is not None:
-        function = globals()[name]
-        if (function in BEFORE_THE_ENGINE) == before_engine:
-            function(tape, model)
+        globals()[name]()

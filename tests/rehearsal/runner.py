@@ -18,7 +18,7 @@ CASE_SECONDS = 240
 JOBS = min(2, os.cpu_count() or 1)
 
 
-class Stage:
+class Runner:
     """Runs cases, each in a process of its own, forked from one that has imported all libraries.
 
     Args:
