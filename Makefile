@@ -18,6 +18,10 @@ PYTHON ?=
 TORCH_ARGS ?=
 # Options for pytest: make test ARGS="-k merge -x"
 ARGS ?=
+# Processes of pytest, each with files of its own. A test forks ranks that often wait for each other, so two keep two
+# cores busy.
+WORKERS ?= 2
+PYTEST := -P -m pytest -n $(WORKERS) --dist loadfile
 
 # Several processes share the cores, so each computes with one thread. DeepSpeed builds a small C++ operator
 # at the first start on CPU: it goes into the venv, and never into a cache that other programs share.
@@ -44,13 +48,13 @@ demo: $(VENV)/.ds_cp-demo
 	@$(PY) -P example_configs/demo/run.py $(ARGS)
 
 test: $(VENV)/.ds_cp-test
-	@$(PY) -P -m pytest $(ARGS)
+	@$(PY) $(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.ds_cp-test
-	@$(PY) -P -m pytest -m "slow or not slow" $(ARGS)
+	@$(PY) $(PYTEST) -m "slow or not slow" $(ARGS)
 
 test-oldest: $(OLDEST)/.ds_cp-test
-	@$(OLDEST)/bin/python -P -m pytest $(OLDEST_TESTS) $(ARGS)
+	@$(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(ARGS)
 
 lint: $(VENV)/.ds_cp-lint
 	@$(VENV)/bin/ruff check .
