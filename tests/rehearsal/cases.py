@@ -75,11 +75,11 @@ SOME_TYPES = "llama gemma2 gpt2 mixtral deepseek_v3 qwen3_next llama4_text falco
 
 MORE_TYPES = (
     "afmoe apertus arcee bamba bart bert biogpt bitnet bloom codegen cohere cohere2 ctrl dbrx deepseek_v2 deepseek_v32 deepseek_v4 "
-    "doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 flex_olmo gemma gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe "
+    "diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 falcon_mamba flex_olmo gemma gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe "
     "glm_moe_dsa gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid helium hunyuan_v1_dense "
     "inkling_text jamba jetmoe kimi_linear lfm2 longcat_flash mamba mamba2 minicpm3 minimax ministral mistral modernbert-decoder "
     "mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
-    "qwen3_5_text qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma whisper xglm zamba2"
+    "qwen3_5_text qwen3_moe recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma whisper xglm zamba2"
 ).split()
 
 

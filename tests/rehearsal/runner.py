@@ -74,7 +74,11 @@ class Runner:
 
     def close(self) -> None:
         """End the process and its children; reports that nobody asked for are lost."""
-        self._server.kill()
-        self._server.wait()
+        self._server.stdin.close()  # it then ends its children and itself
+        try:
+            self._server.wait(10)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
         self._log.close()
         self._reports.cleanup()

@@ -227,6 +227,7 @@ def model_type(case: dict[str, Any], tapes: list[Tape]) -> dict[str, Any]:
         config.use_cache = False
         with torch.device("cuda", case["rank"]):
             model = causal_lm(config, attn_implementation="eager", dtype=torch.bfloat16).train()
+        model.to(tape.device)  # some models make parameters in host memory whatever the default device is
         tape.phase = "initialize"
         try:
             ds_cp.context_parallel(model, {"size": WORLD, "method": case["method"], "unverified": "allow"})

@@ -77,6 +77,10 @@ def main(jobs: int) -> None:
         elif select.select([0], [], [], 0.05)[0]:
             data = os.read(0, 1 << 16)
             more = bool(data)
+            if not more:  # the test's side has ended, however it did
+                waiting.clear()
+                for pid in running:
+                    os.kill(pid, signal.SIGKILL)
             *lines, buffered = (buffered + data).split(b"\n")
             waiting += map(json.loads, lines)
             waiting.sort(key=lambda request: not request["wanted"])  # what somebody waits for comes first
