@@ -6,10 +6,10 @@ import re
 
 import pytest
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from data.cases.config import UNREAD, WRONG
 from deepspeed.runtime.config import DeepSpeedConfig
 
 import ds_cp
+from data.cases.config import UNREAD, WRONG
 from ds_cp import patches
 from ds_cp.config import ConfigError, ContextParallelConfig, normalise, raw_value, read, unread_key
 from ds_cp.patches.deepspeed import refuse_features

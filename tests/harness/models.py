@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from data.models import TYPES
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from data.models import TYPES
 from ds_cp.cli.shrink import tiny_config
 
 HEAD_DIM = 8

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from data.models import TRUE_ATTENTION
 from torch.nn.functional import cross_entropy
 
+from data.models import TRUE_ATTENTION
 from harness import batches, models
 
 # per parameter: |g - g*| <= tolerance * max(|g*|, FLOOR * |all g*|)

@@ -2,8 +2,8 @@
 
 import torch
 import transformers
-from data.vision_models import CONFIGS, END, IMAGE, START
 
+from data.vision_models import CONFIGS, END, IMAGE, START
 from harness import heads, models
 
 LENGTH = 45

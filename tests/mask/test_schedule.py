@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from data.cases.documents import DOCUMENTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.cases.documents import DOCUMENTS
 from ds_cp.layout import Layout, total_length
 from ds_cp.mask.documents import Documents
 from ds_cp.mask.rules import CAUSAL, OPEN, Band, Rule

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from data.cases.encoder_decoders import CASES, pairs, source
 
+from data.cases.encoder_decoders import CASES, pairs, source
 from harness import engine, heads, models, oracle
 
 RING = {"size": 2, "method": "ring"}

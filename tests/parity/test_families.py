@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from tools import sweep_families as sweep
 from transformers import AutoModelForCausalLM
 
 from ds_cp.cli.shrink import causal_lm, tiny_config
 from ds_cp.patches.transformers.models import recurrent_tables
 from ds_cp.patches.transformers.models.registry import REPLACED
 from harness import families
+from tools import sweep_families as sweep
 
 TABLE = sweep.read()
 EXACT = sorted(name for name, (verdict, _) in TABLE.items() if verdict == "exact")

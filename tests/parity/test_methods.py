@@ -5,8 +5,8 @@ The cases are a covering selection: every pair of values that can occur together
 
 import pytest
 import torch
-from data.models import TYPES, TYPES_WITHOUT_KV_HEADS
 
+from data.models import TYPES, TYPES_WITHOUT_KV_HEADS
 from harness import subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of

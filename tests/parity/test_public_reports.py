@@ -3,8 +3,8 @@
 import ast
 
 import pytest
-from data.cases.public_reports import REPORTS, Elsewhere, Parity
 
+from data.cases.public_reports import REPORTS, Elsewhere, Parity
 from harness import subject
 from harness.cases import config_of
 from harness.oracle import truth

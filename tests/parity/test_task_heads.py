@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from data.cases.task_heads import CALLS, HEADS
 
+from data.cases.task_heads import CALLS, HEADS
 from harness import heads
 from harness.heads import LENGTH, ROWS, padding, tokens
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from tools import flash_signatures
 
 from ds_cp.attention.attend import attend
 from ds_cp.attention.exchange import PeerExchange
@@ -21,6 +20,7 @@ from ds_cp.mask.rules import CAUSAL, OPEN, Band
 from ds_cp.mask.schedule import schedule
 from harness.attention import block_inputs, packed_steps
 from harness.flash_stand_in import SIGNATURES, VERSIONS, make_kernel, stand_in
+from tools import flash_signatures
 
 CPU = torch.device("cpu")
 NEWEST = [(kernel, version) for kernel, version in VERSIONS if version in ("2.8.3.post2", "hopper 01afd16", "4.0.0b36")]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from data.cases.trl_trainers import CASES, KINDS, WORDS, prompts
 
+from data.cases.trl_trainers import CASES, KINDS, WORDS, prompts
 from harness import engine, models, training
 from harness.models import ModelSpec
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.utils.checkpoint
-from data.models import TYPES_WITHOUT_KV_HEADS
 
+from data.models import TYPES_WITHOUT_KV_HEADS
 from harness import batches, engine, memory, models, oracle, subject
 from harness.batches import BatchSpec
 from harness.cases import config_of, name_of
