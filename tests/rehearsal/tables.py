@@ -9,7 +9,6 @@ from typing import Any
 
 HOST_WAITS = {
     "patches/transformers/host_copies.py:__init__": (1, "documents and bounds are computed on the host, from one read"),
-    "ds_cp/agreement.py:digest_of": (4, "the first batches of a run are compared over the group, see the key's checks"),
     "ds_cp/region.py:_on_device": (3, "positions of packed or padded tokens go to the card, once per batch"),
     "ds_cp/mask/queries.py:of": (3, "the queries of each document go to the card for indexers, once per batch"),
     "ds_cp/layout.py:unshard_index_on": (1, "the order of a gathered sequence goes to the card, once per layout"),
@@ -26,8 +25,6 @@ OF_TRANSFORMERS = {
     "transformers/models/jetmoe/modeling_jetmoe.py:forward": "asks how many tokens each expert got",
 }
 """Where models wait by themselves, whatever ds_cp does."""
-
-ONLY_IN_FIRST_STEP = frozenset({"ds_cp/agreement.py:digest_of"})
 
 HOST_TENSORS = {
     "ds_cp/attention/kernels/windows.py": "boundaries of documents are made on the host and copied, once per batch",

@@ -10,7 +10,7 @@ from harness import paths
 ROOT = paths.DATA.parents[1]
 
 
-@pytest.mark.parametrize("place", [*tables.HOST_WAITS, *tables.ONLY_IN_FIRST_STEP])
+@pytest.mark.parametrize("place", tables.HOST_WAITS)
 def test_a_place_exists(place):
     file, function = place.split(":")
     assert re.search(rf"def {function}\b", (ROOT / file).read_text())

@@ -24,12 +24,9 @@ def _faults(report: dict[str, Any]) -> Iterator[str]:
 
 def _waits(report: dict[str, Any]) -> Iterator[str]:
     for phase, what, place, number in report["waits"]:
-        first = phase.startswith("first ")
-        if phase.removeprefix("first ") not in COUNTED or place.startswith("deepspeed/"):
-            continue
-        only_first = place in tables.ONLY_IN_FIRST_STEP and not (first or report["case"].get("steps", 1) == 1)
-        most = None if place in tables.OF_TRANSFORMERS else tables.HOST_WAITS.get(place, (0, ""))[0]
-        if only_first or (most is not None and number > most):
+        ours = phase.removeprefix("first ") in COUNTED and not place.startswith("deepspeed/")
+        most = tables.HOST_WAITS.get(place, (0, ""))[0]
+        if ours and place not in tables.OF_TRANSFORMERS and number > most:
             yield f"wait: {phase}, {what}, {place}, {number} times"
 
 
