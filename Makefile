@@ -11,8 +11,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # The oldest supported versions have an environment of their own, and run a cross-section of the tests.
 OLDEST := .venv-oldest
 PIP_OLDEST := $(OLDEST)/bin/python $(INSTALL) -c constraints-oldest.txt
-OLDEST_TESTS ?= tests/patches/test_patches.py tests/patches/transformers/test_trainer.py tests/parity/test_families.py \
-	tests/parity/test_methods.py
+OLDEST_TESTS ?= tests/patches/test_patches.py tests/patches/transformers/test_trainer.py tests/parity/test_methods.py
 
 # Your own choices: PYTHON=python3.12, and pip options for torch alone (where to take a CPU build from).
 PYTHON ?=

@@ -104,7 +104,8 @@ def _mixes_tokens_otherwise(cls: type) -> bool:
 def _forward(plan: Plan, self: GradientCheckpointingLayer, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer: in chunks inside a region, on all tokens where a cache is filled or there is no region."""
     checkpointed: Any = type(self).forward
-    plain = checkpointed.__wrapped__  # without the checkpoint
+    # without the checkpoint, which transformers 5.19 puts around __call__ instead
+    plain = getattr(checkpointed, "__wrapped__", checkpointed)
     hidden_states, others = _arguments(inspect.signature(plain).bind(self, *args, **kwargs))
     # the mask says whether the layer runs in a region, also when it is recomputed
     mask = next((value for value in others.values() if isinstance(value, MaskDescriptor)), None)

@@ -33,7 +33,9 @@ def attention(
         BatchError: Rows are longer than ``keep_window_size``, above which Doge attends to the keys with the largest bias only.
     """
     if not has_region_mask(attention_mask, self):
-        return original(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        # transformers 5.19 calls it past_key_values, which is among kwargs then
+        of_cache = () if cache is None else (cache,)
+        return original(hidden_states, position_embeddings, attention_mask, *of_cache, **kwargs)
     seq_len = attention_mask.region.layout.seq_len
     if seq_len > self.keep_window_size:
         raise BatchError(
