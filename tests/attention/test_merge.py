@@ -76,11 +76,12 @@ def test_signatures_beyond_the_recompile_limit_run_uncompiled(monkeypatch):
     torch._dynamo.reset()
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend="aot_eager", **how))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    compiled = Compiled(merge_eager)
-    for batch, dtype in ((1, torch.float32), (2, torch.float32), (1, torch.float64), (2, torch.float64)):
-        check(compiled, parts(12, batch, dtype), 2e-6)
-        check(compiled, view_of_more(parts(9, batch, dtype), 5), 2e-6)
+    # monkeypatch would delete the attribute at the end, since it is in no __dict__, and hide it from later tests
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled = Compiled(merge_eager)
+        for batch, dtype in ((1, torch.float32), (2, torch.float32), (1, torch.float64), (2, torch.float64)):
+            check(compiled, parts(12, batch, dtype), 2e-6)
+            check(compiled, view_of_more(parts(9, batch, dtype), 5), 2e-6)
 
 
 def test_after_a_failed_compilation_the_eager_function_runs_and_compilation_is_not_retried(monkeypatch):
