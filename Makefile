@@ -65,9 +65,9 @@ types: $(VENV)/.ds_cp-test $(VENV)/.ds_cp-types
 	@$(VENV)/bin/mypy
 
 # One environment outside of the clone: the wheel is installed with its dependencies and checked, then the source
-# distribution takes its place.
+# distribution takes its place. Without the remains of earlier builds, from which setuptools would take files.
 dist: $(VENV)/.ds_cp-dist
-	@rm -rf build dist
+	@rm -rf build dist *.egg-info
 	@$(PY) -m build --quiet --sdist --wheel
 	@set -e; clean=$$(mktemp -d); trap 'rm -rf "$$clean"' EXIT; \
 	$(abspath $(PY)) -m venv "$$clean"; \
