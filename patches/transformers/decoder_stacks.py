@@ -169,10 +169,9 @@ def _open_region(
         host = HostCopies([*batches.document_tensors(arguments), *extremes, *contents])
         documents = batches.documents(arguments, *shape, host)
         split, layout = splits.choose(plan, shape[1], documents, stack.rules)
-        if checks:
-            bounds.refuse_out_of_range(lookups, host)
-            # Split, layout and schedule follow from the documents, which are on the host: they are compared in every step.
-            digest = digest_of([*documents.ranges, *map(host.array, contents)])
+        bounds.refuse_out_of_range(lookups, host)
+        # Split, layout and schedule follow from the documents: other ones on a rank would leave the others waiting for rows.
+        digest = digest_of([*documents.ranges, *map(host.array, contents)])
     except (BatchError, ValueError) as problem:
         error = str(problem)
     except Exception as problem:  # the other ranks of the group must learn of any error, or they wait for this one

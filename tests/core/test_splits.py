@@ -97,3 +97,14 @@ def test_batches_of_two_splits_may_precede_one_backward(workers, size, names):
     gradients = oracle.mean_over_ranks([each for _, _, each in results])
     total = {name: wanted[0].gradients[name] + wanted[1].gradients[name] for name in wanted[0].gradients}
     oracle.assert_close_gradients(gradients, total, oracle.TOLERANCE[torch.float64])
+
+
+def other_documents_on_rank_1():
+    model = subject.changed_model(ModelSpec("llama"), {"size": 2, "checks": "off"})
+    positions = torch.cat([torch.arange(32), torch.arange(32)]) if torch.distributed.get_rank() else torch.arange(64)
+    model(input_ids=torch.arange(64)[None] % 32, position_ids=positions[None], labels=torch.arange(64)[None] % 32)
+
+
+def test_other_documents_on_a_rank_raise_on_all_also_without_checks(workers):
+    # rank 0 would use ulysses and rank 1 the ring: each would wait for messages that the other never sends
+    workers(2).run_expecting_error(other_documents_on_rank_1, "got different batches in forward 0")
